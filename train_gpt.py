@@ -1,0 +1,2094 @@
+"""train_gpt.py: train a GPT-2-small-sized model to 3.28 on FineWeb as fast as 1 to 8 GPUs allow, or a toy on any CPU.
+
+    torchrun --nproc_per_node=8 train_gpt.py             the record run (see run.sh)
+    python train_gpt.py preset=demo                      the same code at toy width, no GPU needed
+    python train_gpt.py show=plan|gates|params|schedule  print a table and stop
+
+Every run writes logs/<run_id>.txt: its own source, its configuration, and the field's step lines.
+
+Jump with: grep -n '^# === §' train_gpt.py
+  §1 Config      layer plan, gate lanes, parameter table, stages, presets: every number one may tune
+  §2 Runtime     ranks, devices, the log, the checks that speak
+  §3 Operations  norm, YaRN and rotary, attention dispatch, gates
+  §4 Model       parameter banks, GPT
+  §5 Optimizer   NorMuonAndAdam: scatter, work, finish, split
+  §6 Data        shards, BOS-aligned batches, validation batches, bigram hash
+  §7 Schedule    pure functions of the step
+  §8 Training    warm-up, timed loop, validation
+  §9 main
+
+Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V padded vocabulary, S document boundaries.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dc_triton_kernels
+import triton_kernels as kernels
+
+# === §1 Config ===
+# Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
+# baseline; preset sizes and paths do not.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One row of the layer plan. Slots in the banks are derived from the row order."""
+
+    window: str = "short"  # attention window: "short", "long", or "none" for a layer without attention
+    paired: bool = False  # heads h and h + N/2 share one stream of 2T positions
+    key_offset: bool = False  # second half of every key comes from the token before
+    value_embed: int | None = None  # plane of value_embeds added to V
+    reads: str = ""  # attention reads this cache instead of the current residual
+    gates: tuple[str, ...] = ()  # gate lanes the layer uses: names of GATES below
+    gate_from_here: bool = False  # the post gate is computed from the residual at the top of this layer
+    dc_mlp: bool = False  # DC weights from an MLP of their own (v1) instead of the lanes dc_w1 and dc_w2
+    mudd: bool = False  # mixing coefficients come from the MUDD block instead of the lambdas
+    skip_from: str = ""  # cache added by the gated skip connection
+    save_as: str = ""  # name under which the layer's output is kept
+
+
+INJECT = ("x0", "bigram")  # per-token gates of the embedding and bigram streams
+
+# v2 and v3 (record 2026-05-27, MUDD gate + DC). The first cache, "embed", is the input of layer 0.
+PLAN = (
+    LayerSpec(paired=True, gates=INJECT),
+    LayerSpec(value_embed=0, gates=("xsa", *INJECT)),
+    LayerSpec(paired=True, value_embed=1, gates=INJECT),
+    LayerSpec(window="long", key_offset=True, gates=("xsa", "attn", *INJECT), save_as="early"),
+    LayerSpec(gates=("xsa", *INJECT), gate_from_here=True),
+    LayerSpec(paired=True, gates=INJECT),
+    LayerSpec(window="none", gates=("skip",), skip_from="early"),
+    LayerSpec(gates=("xsa", *INJECT), save_as="mid"),
+    LayerSpec(value_embed=2, reads="mid", gates=INJECT),
+    LayerSpec(paired=True, value_embed=3, reads="mid", gates=INJECT, save_as="late"),
+    LayerSpec(window="long", key_offset=True, value_embed=4, reads="mid", gates=("attn", "dc_w1", "dc_w2"), mudd=True),
+)
+# v1 made its post gate two layers later, injected into the last layer by gate lanes, and had an MLP for the DC weights.
+V1_PLAN = tuple(
+    dataclasses.replace(
+        spec,
+        gate_from_here=i == 6,
+        gates={10: ("attn", *INJECT)}.get(i, spec.gates),
+        dc_mlp=i == 10,
+    )
+    for i, spec in enumerate(PLAN)
+)
+
+
+class Gate(NamedTuple):
+    """One kind of gate lane: `width` lanes a layer (0 stands for one per head) that start at the value `init`."""
+
+    name: str
+    width: int
+    init: float
+
+
+class Lane(NamedTuple):
+    """`width` columns of a gate's output, read under the key (name, layer)."""
+
+    name: str
+    layer: int
+    width: int
+    init: float  # value before training; the stored bias is init / scale
+
+
+# Kinds on one row take turns layer by layer; rows follow each other. Together with the plan this fixes every lane.
+GATES = (
+    (Gate("xsa", 0, 0.0),),
+    (Gate("attn", 0, 0.25),),
+    (Gate("x0", 1, 0.0), Gate("bigram", 1, 0.05)),
+    (Gate("skip", 1, 0.5),),
+    (Gate("dc_w1", 0, 1.0),),
+    (Gate("dc_w2", 0, 0.0),),
+)
+MUDD_SCALE = 0.1  # constant; biases are stored as init / scale
+
+# MUDD block of the last layer: per-token coefficients.
+MUDD_LANES = (
+    Lane("value", 10, 3, 0.0),  # of the caches embed, mid and the residual, added to V
+    Lane("residual", 10, 3, 0.0),  # of the same three, added to the residual before attention
+    Lane("value_embed", 10, 2, 2.0),  # of the value embedding, one for each half of the heads
+    Lane("attn_resid", 10, 1, math.sqrt(1.1)),
+    Lane("attn_out", 10, 1, 1.0),
+    Lane("x0", 10, 1, 0.0),  # of the cache embed
+    Lane("bigram", 10, 1, 0.05),
+    Lane("mlp_resid", 10, 1, math.sqrt(1.1)),
+    Lane("mlp_out", 10, 1, 1.0),
+)
+# MUDD block after the last layer: what each earlier stream adds to the output (a cache, or plane 0 of the value embeddings).
+OUTPUT_LANES = tuple(
+    Lane(name, 11, 1, init)
+    for name, init in (("embed", 0.0), ("mid", -0.5), ("late", 0.0), ("value_embed", 0.0), ("early", 0.0))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One row of the parameter table. Row order = order in which gradient reductions launch (scatter_order)."""
+
+    label: str
+    optim: str  # "normuon" (every step) or "adam" (odd steps, on the sum of two steps' gradients)
+    comms: str  # "sharded", "replicated", or "sparse": sharded, but only touched rows need to travel
+    work: int  # place in the order in which updates run: small and quick ones first, orthogonalisation last
+    betas: tuple[float, float] | None = None  # Adam only
+    lr_mul: float = 1.0
+    wd_mul: float = 1.0
+    rows: int | None = None  # NorMuon: rows of one matrix, where that is not the parameter's second-last dim
+    slot_lr: tuple[float, ...] = (1.0,)  # NorMuon: lr factor by index of the matrix in the bank, repeating
+
+
+def _adam(label: str, comms: str, work: int, betas: tuple[float, float], lr_mul: float, wd_mul: float) -> ParamSpec:
+    return ParamSpec(label=label, optim="adam", comms=comms, work=work, betas=betas, lr_mul=lr_mul, wd_mul=wd_mul)
+
+
+PARAM_TABLE = (
+    ParamSpec(label="qk_bank", optim="normuon", comms="sharded", work=16),
+    ParamSpec(label="vo_bank", optim="normuon", comms="sharded", work=17),
+    ParamSpec(label="mlp_bank", optim="normuon", comms="sharded", work=18, slot_lr=(1.0, 2.0)),  # up, down
+    _adam("scalars", "replicated", 0, (0.9, 0.99), 5.0, 0.0),
+    _adam("smear_gate", "replicated", 1, (0.9, 0.99), 0.01, 0.0),
+    _adam("ve_gate_bank", "replicated", 2, (0.9, 0.99), 1.0, 1.0),
+    _adam("lm_head", "sharded", 14, (0.5, 0.95), 1.0, 150.0),  # before embed: the tied gradients meet here
+    _adam("bigram_embed", "sparse", 11, (0.75, 0.95), 75.0, 5.0),
+    _adam("post_lambdas", "replicated", 6, (0.9, 0.95), 1.0, 0.0),
+    _adam("resid_lambdas", "replicated", 7, (0.9, 0.95), 5.0, 0.0),
+    _adam("value_embeds", "sharded", 10, (0.75, 0.95), 75.0, 5.0),
+    _adam("embed", "sharded", 15, (0.5, 0.95), 1.0, 150.0),
+    _adam("mudd_w1", "replicated", 12, (0.9, 0.99), 0.25, 1.0),
+    _adam("mudd_w2", "replicated", 8, (0.9, 0.99), 0.25, 1.0),
+    _adam("mudd_b2", "replicated", 3, (0.9, 0.99), 0.25, 0.0),
+    _adam("mudd_gate_w1", "replicated", 13, (0.9, 0.99), 0.1, 1.0),
+    _adam("mudd_gate_w2", "replicated", 9, (0.9, 0.99), 0.1, 1.0),
+    _adam("mudd_gate_b2", "replicated", 4, (0.9, 0.99), 0.1, 0.0),
+    _adam("_mudd_gate_scale", "replicated", 5, (0.9, 0.99), 0.1, 0.0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """What all rows of the parameter table share."""
+
+    adam_lr: float = 0.008
+    adam_eps: float = 1e-10
+    adam_wd: float = 0.005  # decay is lr * lr * wd: see adam_update_
+    normuon_lr: float = 0.023
+    normuon_wd: float = 1.2
+    normuon_beta2: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shapes and switches of the model; the defaults are v3's."""
+
+    plan: tuple[LayerSpec, ...] = PLAN
+    heads: int = 6
+    head_dim: int = 128
+    vocab_size: int = 50257  # padded to the next multiple of 128; the padding columns take part in the softmax
+    bigram_rows: int = 377280
+    sign_rows: int = 8192  # rows of the +-1 table that tells colliding bigrams apart; 0: no sign trick
+    bigram_init: float = 0.05  # first value of every bigram gate
+    gate_scale: float = 0.1  # multiplies every gate's output
+    learned_gate_scale: bool = True
+    fp8_mlp: bool = True  # up projection in FP8 while training, where FP8 is on at all
+    gate_hidden: int = 64
+    smear_dims: int = 12  # leading dims that feed the smear gate; half of each input feeds a value-embedding gate
+    dc_window: int = 112  # keys per query in the DC correction, itself included
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def vocab_padded(self) -> int:
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def value_planes(self) -> int:
+        return sum(spec.value_embed is not None for spec in self.plan)
+
+    @property
+    def attn_layers(self) -> tuple[int, ...]:
+        """Layers with attention, in bank order."""
+        return tuple(i for i, spec in enumerate(self.plan) if spec.window != "none")
+
+    @property
+    def mudd_lanes(self) -> tuple[Lane, ...]:
+        return tuple(self._at_start(lane) for lane in MUDD_LANES)
+
+    def _at_start(self, lane: Lane) -> Lane:
+        """Bigram lanes start at the variant's value, all others at their row's."""
+        return lane._replace(init=self.bigram_init) if lane.name == "bigram" else lane
+
+    def gate_lanes(self, post: bool) -> tuple[Lane, ...]:
+        """Lanes of the pre gate (computed from x0) or of the post gate (computed inside the plan)."""
+        start = next(i for i, spec in enumerate(self.plan) if spec.gate_from_here)
+        layers = range(start, len(self.plan)) if post else range(start)
+        return tuple(
+            self._at_start(Lane(gate.name, i, gate.width or self.heads, gate.init))
+            for kinds in GATES
+            for i in layers
+            for gate in kinds
+            if gate.name in self.plan[i].gates
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the schedule. Windows count blocks of ScheduleConfig.window_block tokens."""
+
+    batch_tokens: int  # per optimizer step, over all ranks
+    max_doc_len: int  # longer documents are cut, their tails discarded
+    short: int
+    long: int
+    lr_mul: float
+    mtp: tuple[tuple[float, float], ...]  # multi-token weights: (at the start, at the end) per further token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Equal thirds (one per stage) of the scheduled steps, then the extension; see §7."""
+
+    stages: tuple[Stage, ...] = (
+        Stage(
+            batch_tokens=131072, max_doc_len=896, short=1, long=3, lr_mul=1.0, mtp=((1.0, 1.0), (0.5, 0.5), (0.25, 0.0))
+        ),
+        Stage(batch_tokens=262144, max_doc_len=2048, short=3, long=7, lr_mul=1.52, mtp=((1.0, 1.0), (0.5, 0.0))),
+        Stage(batch_tokens=393216, max_doc_len=2048, short=5, long=11, lr_mul=1.73, mtp=((1.0, 1.0),)),
+    )
+    extension: Stage = Stage(batch_tokens=393216, max_doc_len=2048, short=6, long=13, lr_mul=1.0, mtp=((1.0, 1.0),))
+    window_block: int = 128  # tokens
+    final_long: int = 20  # long window of the last validation, in blocks; YaRN is not rescaled for it
+    cooldown: float = 0.60  # share of the scheduled steps
+    lr_floor: float = 0.15  # absolute: not multiplied by a stage's lr_mul
+    momentum: tuple[float, float] = (0.85, 0.95)  # NorMuon momentum: low ends, plateau
+    momentum_warmup: int = 300  # steps
+    momentum_cooldown: int = 50  # steps
+    val_chunk: int = 262144  # tokens of one validation sequence
+
+
+class Variant(NamedTuple):
+    """A published variant: rows of data only."""
+
+    model: dict[str, object]
+    scheduled_steps: int
+    extension_steps: int
+    table: tuple[ParamSpec, ...]
+
+
+_V2_TABLE = tuple(row for row in PARAM_TABLE if row.label != "_mudd_gate_scale")
+_V1_TABLE = tuple(
+    new
+    for row in _V2_TABLE
+    for new in (
+        dataclasses.replace(row, lr_mul=0.15) if row.label.startswith("mudd_gate_") else row,
+        *(
+            _adam(f"dc_w{k}_bank", "replicated", 2, (0.9, 0.99), 0.25, 0.0)
+            for k in (1, 2)
+            if row.label == "ve_gate_bank"
+        ),
+    )
+)
+_V2_MODEL = {"bigram_rows": 251520, "sign_rows": 0, "bigram_init": 0.025, "learned_gate_scale": False, "fp8_mlp": False}
+VARIANTS = {
+    "v3": Variant({}, 1275, 15, PARAM_TABLE),
+    "v2": Variant(_V2_MODEL, 1315, 10, _V2_TABLE),
+    "v1": Variant(_V2_MODEL | {"plan": V1_PLAN, "gate_scale": 0.05}, 1315, 20, _V1_TABLE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A resolved run. Scalar fields are the key=value options of the command line."""
+
+    preset: str = "record"
+    variant: str = "v3"
+    scheduled_steps: int = 1275  # optimizer steps before the extension
+    extension_steps: int = 15  # further steps at the learning-rate floor with the widest windows
+    val_every: int = 250  # steps between validations
+    val_tokens: int = 10_485_760  # tokens of one validation
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob, relative to DATA_PATH
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    seed: int = 0  # of the initialisation; data order is the files' order
+    epochs: int = 1  # passes over the training files before the data counts as used up
+    micro_splits: int = 1  # cut each micro-batch into so many pieces to save memory
+    vocab_size: int = 50257  # token ids are below this
+    bos_id: int = 50256  # token that starts every document
+    fp8: str = "auto"  # auto|on|off
+    attention: str = "auto"  # auto|triton|fa4|torch|reference
+    checkpoint_every: int = 0  # steps; 0: none
+    resume: str = ""  # a checkpoint to go on from
+    run_id: str = ""  # names the log; empty: a random one
+    show: str = ""  # plan|gates|params|schedule: print that table and stop
+    model: ModelConfig = field(default_factory=ModelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    table: tuple[ParamSpec, ...] = PARAM_TABLE
+
+    @property
+    def total_steps(self) -> int:
+        return self.scheduled_steps + self.extension_steps
+
+
+def _demo() -> RunConfig:
+    """The eleven-layer plan at toy width on byte-level English; a few minutes on two CPU cores."""
+    stages = tuple(
+        dataclasses.replace(stage, batch_tokens=tokens, max_doc_len=doc)
+        for stage, (tokens, doc) in zip(ScheduleConfig().stages, ((2048, 256), (4096, 512), (6144, 768)), strict=True)
+    )
+    return RunConfig(
+        preset="demo",
+        scheduled_steps=150,
+        extension_steps=6,
+        val_every=50,
+        val_tokens=65_536,
+        train_files="data/demo/demo_train_*.bin",
+        val_files="data/demo/demo_val_*.bin",
+        vocab_size=257,
+        bos_id=256,
+        epochs=2,
+        model=ModelConfig(head_dim=16, bigram_rows=16384, sign_rows=512, dtype=torch.float32),
+        schedule=ScheduleConfig(
+            stages=stages,
+            extension=dataclasses.replace(ScheduleConfig().extension, batch_tokens=6144, max_doc_len=768),
+            window_block=16,
+            momentum_warmup=30,
+            momentum_cooldown=10,
+            val_chunk=2048,
+        ),
+    )
+
+
+PRESETS = {"record": RunConfig, "demo": _demo}
+CHOICES = {
+    "preset": tuple(PRESETS),
+    "variant": tuple(VARIANTS),
+    "fp8": ("auto", "on", "off"),
+    "attention": ("auto", "triton", "fa4", "torch", "reference"),
+    "show": ("", "plan", "gates", "params", "schedule"),
+}
+MINIMUM = {"val_every": 1, "val_tokens": 1, "epochs": 1, "micro_splits": 1, "vocab_size": 2, "scheduled_steps": 3}
+OPTIONS = {f.name: f.type for f in dataclasses.fields(RunConfig) if f.type in (int, str)}
+
+
+def parse_options(argv: Iterable[str]) -> RunConfig:
+    """Turn key=value words into a resolved RunConfig. Raises ValueError with one sentence."""
+    given: dict[str, str] = {}
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key.lstrip("-"), OPTIONS, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}=?" if near else f"; options are {', '.join(OPTIONS)}."
+            raise ValueError(f"unknown option {word!r}{hint}")
+        if not equals:
+            raise ValueError(f"options are key=value; got {word!r} without a value: write {key}=...")
+        if key in given:
+            raise ValueError(f"option {key}= is given twice ({given[key]!r} and {value!r}): keep one.")
+        given[key] = value
+    values = {key: _parse_value(key, value) for key, value in given.items()}
+    base = PRESETS[values.get("preset", "record")]()
+    variant = VARIANTS[values.get("variant", "v3")]
+    if base.preset == "record":
+        base = dataclasses.replace(
+            base, scheduled_steps=variant.scheduled_steps, extension_steps=variant.extension_steps
+        )
+    model = {k: v for k, v in variant.model.items() if base.preset == "record" or k != "bigram_rows"}
+    cfg = dataclasses.replace(base, table=variant.table, **values)
+    model["vocab_size"] = cfg.vocab_size
+    return validated(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **model)))
+
+
+def _parse_value(key: str, text: str) -> int | str:
+    if key in CHOICES and text not in CHOICES[key]:
+        raise ValueError(f"{key}= takes {'|'.join(c for c in CHOICES[key] if c)}; got {text!r}.")
+    if OPTIONS[key] is str:
+        return text
+    try:
+        number = int(text.replace("_", ""))
+    except ValueError:
+        raise ValueError(f"{key}= takes a whole number; got {text!r}.") from None
+    if number < MINIMUM.get(key, 0):
+        raise ValueError(f"{key}= must be at least {MINIMUM.get(key, 0)}; got {number}.")
+    return number
+
+
+def validated(cfg: RunConfig) -> RunConfig:
+    """Check what one option alone cannot tell. Raises ValueError with one sentence."""
+    if cfg.vocab_size > 65536:
+        raise ValueError(f"vocab_size= must be at most 65536, shards hold 16-bit tokens; got {cfg.vocab_size}.")
+    if cfg.bos_id >= cfg.vocab_size:
+        raise ValueError(f"bos_id= must be below vocab_size={cfg.vocab_size}; got {cfg.bos_id}.")
+    group = PIECES * cfg.schedule.val_chunk
+    if cfg.val_tokens % group:
+        nearest = max(1, round(cfg.val_tokens / group)) * group
+        raise ValueError(
+            f"val_tokens= must be a multiple of {group} ({PIECES} sequences of {cfg.schedule.val_chunk}); "
+            f"got {cfg.val_tokens}: try val_tokens={nearest}."
+        )
+    if cfg.run_id and (Path(cfg.run_id).name != cfg.run_id or cfg.run_id.startswith(".")):
+        raise ValueError(f"run_id= names a file in logs/ and may hold no path; got {cfg.run_id!r}.")
+    return cfg
+
+
+# === §2 Runtime ===
+# Owns ranks, devices, the log and the checks that speak before anything is compiled. Changing it needs no new baseline.
+
+PIECES = 8  # a global batch is cut into as many pieces whatever the number of GPUs, so that all world sizes see the same data
+ROOT = Path(__file__).resolve().parent
+SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py")  # what a run is made of: embedded in its log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Where this process stands. `accum` micro-batches on each rank make one global batch."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def accum(self) -> int:
+        return max(1, PIECES // self.world_size)
+
+    @property
+    def pieces(self) -> int:
+        return max(PIECES, self.world_size)
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sync(self) -> None:
+        """Wait for the device, so that a host clock read afterwards is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun gives them; (0, 0, 1) without a launcher. Raises ValueError."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = [name for name in names if os.environ.get(name, "") != ""]
+    if given and len(given) < len(names):
+        missing = ", ".join(name for name in names if name not in given)
+        raise ValueError(
+            f"{', '.join(given)} is set but {missing} is not: start with torchrun --nproc_per_node=8 train_gpt.py."
+        )
+    rank, local_rank, world_size = (int(os.environ.get(name) or default) for name, default in zip(names, (0, 0, 1)))
+    return rank, local_rank, world_size
+
+
+def check_world_size(world_size: int) -> str:
+    """One sentence where this many ranks cannot share the global batch, else ''."""
+    if world_size in (1, 2, 4) or (world_size > 0 and world_size % PIECES == 0):
+        return ""
+    return f"the number of GPUs must be 1, 2, 4, 8 or a multiple of 8; got {world_size}: try NPROC={min(4, world_size)} ./run.sh."
+
+
+def check_device(cfg: RunConfig, world_size: int) -> str:
+    """One sentence where this machine cannot run the preset, else ''."""
+    if sys.platform == "win32":
+        return "native Windows is not supported: use Linux or WSL2."
+    if not torch.cuda.is_available():
+        if cfg.preset == "demo":
+            return ""
+        return "no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run ./run.sh demo."
+    if torch.version.hip:
+        return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs of compute capability 8.0 or newer, or the demo on a CPU."
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and bfloat16 kernels "
+            "need 8.0 (Ampere) or newer: hide it with CUDA_VISIBLE_DEVICES= to run the demo on the CPU."
+        )
+    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if local > torch.cuda.device_count():
+        return f"{local} processes need as many GPUs, but {torch.cuda.device_count()} are visible: try NPROC={torch.cuda.device_count()}."
+    return check_compiler()
+
+
+def check_compiler() -> str:
+    """Triton builds its launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+        return "Triton needs a C compiler and none is on PATH: install gcc (apt-get install gcc) or set CC."
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"Triton needs Python's headers and {header} does not exist: install python3-dev for this Python."
+    return ""
+
+
+def check_logs(folder: Path, run_id: str) -> str:
+    """One sentence where logs/<run_id>.txt cannot be started, else ''. Leaves nothing behind but the folder."""
+    if run_id and (folder / f"{run_id}.txt").exists():
+        return f"run_id={run_id} already has the log {folder / (run_id + '.txt')}: choose another run_id=."
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
+    return ""
+
+
+def prepare(cfg: RunConfig, world_size: int) -> "DataPlan":
+    """Look at everything a run needs, before any GPU work. Raises ValueError with one sentence a line for all that is wrong."""
+    problems = [check_world_size(world_size), check_logs(Path("logs"), cfg.run_id)]
+    plan = None
+    try:
+        plan = data_plan(cfg, max(PIECES, world_size))
+    except ValueError as problem:
+        problems.append(str(problem))
+    problems.append(check_device(cfg, world_size))
+    if found := [problem for problem in problems if problem]:
+        raise ValueError("\n".join(found))
+    return plan
+
+
+def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
+    """Choose the device and join the process group (NCCL for GPU tensors, gloo for CPU tensors)."""
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    return Runtime(rank=rank, world_size=world_size, device=device)
+
+
+class RunLog:
+    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
+
+    RULE = "=" * 100
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.file = open(path, "x", encoding="utf-8", newline="") if path else None
+
+    def write(self, text: str) -> None:
+        """Append a line to the file only."""
+        if self.file:
+            self.file.write(text + "\n")
+            self.file.flush()
+
+    def say(self, text: str) -> None:
+        """Append a line to the file and show it."""
+        if self.file:
+            print(text, flush=True)
+            self.write(text)
+
+    def embed(self, name: str, text: str) -> None:
+        """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""
+        raw = text.encode()
+        self.write(f"##### BEGIN {name} bytes={len(raw)} sha256={hashlib.sha256(raw).hexdigest()} #####")
+        self.write(text.removesuffix("\n"))
+        self.write(f"##### END {name} #####")
+
+
+def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str, str]) -> None:
+    """Everything needed to repeat the run: source, commit, configuration, versions, hardware."""
+    for name, text in sources.items():
+        log.embed(name, text)
+    log.write(log.RULE)
+    log.write(f"run_id: {log.path.stem}" if log.path else "run_id: none")
+    log.write(f"commit: {_commit()}")
+    log.write(f"config: {json.dumps({name: getattr(cfg, name) for name in OPTIONS})}")
+    log.write(f"Running Python {sys.version}".replace("\n", " "))
+    log.write(f"Running PyTorch {torch.__version__}")
+    log.write(f"Running Triton version {kernels.triton.__version__ if kernels.triton else 'not installed'}")
+    log.write(f"packages: {json.dumps(_packages())}")
+    if runtime.device.type == "cuda":
+        log.write(f"hardware: {runtime.world_size} x {torch.cuda.get_device_name()}")
+    else:
+        log.write(f"hardware: cpu ({platform.machine()}), {torch.get_num_threads()} threads")
+    log.write(f"world_size: {runtime.world_size}")
+    if runtime.device.type == "cuda" and shutil.which("nvidia-smi"):
+        log.write(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
+    log.write(log.RULE)
+
+
+def _commit() -> str:
+    """The commit of the source folder, with '(dirty)' where files differ from it."""
+    try:
+        git = ("git", "-C", str(ROOT))
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        return head + (" (dirty)" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _packages() -> dict[str, str]:
+    names = ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm")
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+# === §3 Operations ===
+# Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
+
+RMS_EPS = torch.finfo(torch.float32).eps  # also for bf16, whose own epsilon would swamp embeddings of size 0.005
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dim without gain, fp32 inside for low-precision input."""
+    return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
+
+
+def yarn(long_windows: Iterable[int], head_dim: int) -> tuple[Tensor, float]:
+    """Angular frequencies (H/4,) fp64 and softmax scale after widening the long window (tokens) step by step.
+
+    YaRN (Peng et al. 2023): slow frequencies are stretched with the window, quick ones stay. The other half of each head
+    does not rotate (half-truncated RoPE, record 13).
+    """
+    freqs = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+    scale, windows = 0.1, list(long_windows)
+    for old, new in zip(windows, windows[1:]):
+        turns = old * freqs / (2 * math.pi)
+        freqs = freqs * (old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return freqs, scale
+
+
+def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position times every frequency, (positions, H/4) each."""
+    angles = torch.arange(positions, device=freqs.device, dtype=torch.float64)[:, None] * freqs
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary(x_TNH: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
+    """Rotate adjacent pairs of the first half of every head.
+
+    Paired layers see 2T positions; head h of token t takes the angle of position 2t + h mod 2, although the attention
+    stream places it at 2t + h div (N/2). That mismatch is v3's and is kept.
+    """
+    T, N, H = x_TNH.shape
+    streams = 2 if paired else 1
+    cos, sin = (table[: T * streams].view(T, 1, streams, H // 4) for table in (cos, sin))
+    x = x_TNH.reshape(T, N // streams, streams, H)
+    even, odd = x[..., : H // 2 : 2], x[..., 1 : H // 2 : 2]
+    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., H // 2 :]), dim=-1).view(T, N, H)
+
+
+def offset_keys(k_TNH: Tensor) -> Tensor:
+    """Second half of every key from the token before (record 34: an induction head needs one layer, not two)."""
+    half = k_TNH.shape[-1] // 2
+    shifted = torch.cat((k_TNH[:1, :, half:], k_TNH[:-1, :, half:]))
+    return torch.cat((k_TNH[..., :half], shifted), dim=-1)
+
+
+def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
+    """Add a gated share of the previous token's embedding to each token but the first."""
+    gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(e_TD[1:, : gate_w.shape[-1]], gate_w))
+    return torch.cat((e_TD[:1], e_TD[1:] + gate * e_TD[:-1]))
+
+
+def exclude_self(y_TNH: Tensor, v_TNH: Tensor, alpha_TN: Tensor) -> Tensor:
+    """XSA: take out of each head's output its component along the token's own value, by the share tanh(alpha)."""
+    v_hat = F.normalize(v_TNH, dim=-1, eps=1e-4)
+    along = (y_TNH * v_hat).sum(-1, keepdim=True)
+    return y_TNH - torch.tanh(alpha_TN)[..., None] * along * v_hat
+
+
+def gate_mlp(x_TD: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float) -> Tensor:
+    """Per-token coefficients (T, lanes): a two-layer GELU MLP, not squashed."""
+    return (F.linear(F.gelu(F.linear(x_TD, w1)), w2) + b2) * scale
+
+
+def lane_slices(lanes: Iterable[Lane]) -> dict[tuple[str, int], slice]:
+    """Columns of each lane, in order."""
+    slices, start = {}, 0
+    for lane in lanes:
+        slices[lane.name, lane.layer] = slice(start, start + lane.width)
+        start += lane.width
+    return slices
+
+
+def lane_bias(lanes: Iterable[Lane], width: int, scale: float) -> Tensor:
+    """Stored bias (width,) that makes each lane start at its init."""
+    values = [lane.init / scale for lane in lanes for _ in range(lane.width)]
+    return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, max_len: int
+) -> Tensor:
+    """Torch's own variable-length FlashAttention-2 behind the signature of kernels.attention."""
+    T, N, H = q.shape
+    if paired:
+        q, k, v = (x.reshape(2 * T, N // 2, H) for x in (q, k, v))
+        cu_seqlens, max_len = 2 * cu_seqlens, 2 * max_len
+    y = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
+        scale=scale, window_size_left=window, window_size_right=0,
+    )[0]  # fmt: skip
+    return y.view(T, N, H)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, view: "View"
+) -> Tensor:
+    """Causal attention inside documents over `window` earlier tokens, by the implementation the run chose."""
+    if view.attention == "torch":
+        return flash_attention(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_len=view.max_len)
+    op = kernels.attention_reference if view.attention == "reference" else kernels.attention
+    return op(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+
+
+def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+    """(implementation, why). `auto` takes our kernel where it agrees with the reference on this machine."""
+    if device.type != "cuda":
+        if wanted not in ("auto", "reference"):
+            raise ValueError(f"attention={wanted} needs a GPU: use attention=auto or attention=reference on the CPU.")
+        return "reference", "no GPU"
+    if wanted == "fa4":
+        raise ValueError("attention=fa4 is not built into this version: use attention=auto, triton or torch.")
+    if wanted != "auto":
+        return wanted, "as asked"
+    try:
+        error = _probe_attention(device, head_dim, dtype)
+    except Exception as problem:  # any failure of an untried compiler or driver means: use the other implementation
+        return "torch", f"our kernel does not run here ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+    if error > 0.05:
+        return "torch", f"our kernel differs from the reference by {error:.3f} here"
+    return "triton", f"agrees with the reference to {error:.4f}"
+
+
+def _probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
+    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
+    worst = 0.0
+    for paired in (False, True):
+        results = []
+        for op in (kernels.attention, kernels.attention_reference):
+            y = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired)
+            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), qkv)])
+        for ours, exact in zip(*results):
+            worst = max(worst, ((ours - exact).float().abs().max() / exact.float().abs().max()).item())
+    return worst if math.isfinite(worst) else math.inf
+
+
+# === §4 Model ===
+# Owns the parameters and the forward pass. Any change here needs a new baseline.
+
+
+class Batch(NamedTuple):
+    """One packed sequence on the device."""
+
+    inputs: Tensor  # (T,) int32
+    targets: Tensor  # (T,) int64, the next tokens; negative: no target
+    cu_seqlens: Tensor  # (S,) int32, document boundaries, padded with T
+    bigram_rows: Tensor  # (T,) int32, see bigram_hash
+
+
+class View(NamedTuple):
+    """How far and by what the model looks in the current stage."""
+
+    short: int  # attention windows, tokens
+    long: int
+    scale: float  # softmax scale
+    max_len: int  # longest document, tokens
+    attention: str = "reference"
+    fp8: bool = False
+
+
+class Mix(NamedTuple):
+    """Coefficients of one layer: x = attn_resid x + attn_out attn + sum(gate stream); x = mlp_resid x + mlp_out mlp."""
+
+    attn_resid: Tensor
+    attn_out: Tensor
+    inject: tuple[tuple[Tensor, Tensor], ...]  # (gate, stream) pairs
+    mlp_resid: Tensor
+    mlp_out: Tensor
+
+
+class Streams(NamedTuple):
+    """What layers share: the embedding streams, earlier outputs by name, and gate lanes by (name, layer)."""
+
+    x0: Tensor
+    bigram: Tensor
+    value_embeds: Tensor  # (planes, T, D)
+    caches: dict[str, Tensor]
+    gates: dict[tuple[str, int], Tensor]
+
+
+def _pad(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def _uniform(bound: float, *where) -> Callable[[Tensor, torch.Generator], object]:
+    """Init rule: fill x[where] with U(-bound, bound); the rest stays zero."""
+    return lambda x, generator: x[where].uniform_(-bound, bound, generator=generator)
+
+
+def _normal(std: float, *where) -> Callable[[Tensor, torch.Generator], object]:
+    return lambda x, generator: x[where].normal_(0, std, generator=generator)
+
+
+def _fill(value: float | Tensor) -> Callable[[Tensor, torch.Generator], object]:
+    return lambda x, generator: x.copy_(torch.as_tensor(value))
+
+
+class ParamInit(NamedTuple):
+    """Shape, dtype and init rule of one parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    init: Callable[[Tensor, torch.Generator], object]
+
+
+def parameter_plan(cfg: ModelConfig, world_size: int = 1) -> dict[str, ParamInit]:
+    """Every parameter of the model by label.
+
+    Banks are padded so that every rank owns as many matrices; their padding is zero and stays so, but for the unused MLP
+    slots, which v3 draws too.
+    """
+    D, H, N, L, V = cfg.dim, cfg.head_dim, cfg.heads, len(cfg.plan), cfg.vocab_padded
+    A, planes, hidden = len(cfg.attn_layers), cfg.value_planes, cfg.gate_hidden
+    low, full = cfg.dtype, torch.promote_types(cfg.dtype, torch.float32)
+    gates = [cfg.gate_lanes(post) for post in (False, True)]
+    mudd = [cfg.mudd_lanes, OUTPUT_LANES]
+    gate_width, mudd_width = (max(sum(lane.width for lane in lanes) for lanes in pair) for pair in (gates, mudd))
+    gate_bias = torch.stack([lane_bias(lanes, gate_width, cfg.gate_scale) for lanes in gates])
+    mudd_bias = torch.stack([lane_bias(lanes, mudd_width, MUDD_SCALE) for lanes in mudd])
+    bound = 0.5 * (3 / D) ** 0.5  # half the std 1/sqrt(D) of a unit-gain layer
+    every = slice(None)
+    plan = {
+        "qk_bank": ParamInit((_pad(A * N, world_size), 2 * H, D), low, _uniform(bound, slice(A * N))),
+        "vo_bank": ParamInit((_pad(2 * A, world_size), D, D), low, _uniform(bound, slice(2 * A))),
+        "mlp_bank": ParamInit((_pad(2 * L, max(PIECES, world_size)) // 2, 2, 4 * D, D), low, _uniform(bound, every, 0)),
+        "scalars": ParamInit((2 * L + 2,), full, _fill(torch.tensor([0.5, 1.0] * L + [0.0, -1.5]))),
+        "smear_gate": ParamInit((1, cfg.smear_dims), low, _fill(0.0)),
+        "ve_gate_bank": ParamInit((planes, N, cfg.smear_dims), low, _fill(0.0)),
+        "lm_head": ParamInit((D, V), low, _normal(0.005)),
+        "bigram_embed": ParamInit((cfg.bigram_rows, D), low, _fill(0.0)),
+        "post_lambdas": ParamInit((L, 2), full, _fill(1.0)),
+        "resid_lambdas": ParamInit((L, 2), full, _fill(1.1**0.5)),
+        "value_embeds": ParamInit((planes * V, D), low, _normal(0.01)),
+        "embed": ParamInit((V, D), low, _fill(0.0)),  # GPT makes it the head's transpose
+        "mudd_w1": ParamInit((2, hidden, D), low, _uniform(D**-0.5)),
+        "mudd_w2": ParamInit((2, mudd_width, hidden), low, _fill(0.0)),
+        "mudd_b2": ParamInit((2, mudd_width), low, _fill(mudd_bias)),
+        "mudd_gate_w1": ParamInit((2, hidden, D), low, _uniform(D**-0.5)),
+        "mudd_gate_w2": ParamInit((2, gate_width, hidden), low, _fill(0.0)),
+        "mudd_gate_b2": ParamInit((2, gate_width), low, _fill(gate_bias)),
+    }
+    if cfg.learned_gate_scale:
+        plan["_mudd_gate_scale"] = ParamInit((), full, _fill(cfg.gate_scale))
+    if any(spec.dc_mlp for spec in cfg.plan):
+        plan["dc_w1_bank"] = ParamInit((A, 2 * N, D), low, _normal((2 / (D + 2 * N)) ** 0.5))
+        plan["dc_w2_bank"] = ParamInit((A, 2 * N, 2 * N), low, _normal(0.0025 * (2 * N) ** -0.5, every, slice(N)))
+    return plan
+
+
+def initial_parameter(label: str, row: ParamInit, seed: int) -> Tensor:
+    """First value of one parameter. Each label draws from its own generator, so a new parameter changes no other."""
+    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(label.encode()))
+    value = torch.zeros(row.shape, dtype=torch.promote_types(row.dtype, torch.float32))
+    row.init(value, generator)
+    return value.to(row.dtype)
+
+
+class GPT(nn.Module):
+    """The model. forward gives the loss of every token, (T,), in fp32 (fp64 for fp64 parameters).
+
+    Parameters follow `parameter_plan`; activations follow the parameters' dtype, so `.double()` computes in fp64 throughout.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, world_size: int = 1, seed: int = 0):
+        super().__init__()
+        self.cfg = cfg
+        for label, row in parameter_plan(cfg, world_size).items():
+            self.register_parameter(label, nn.Parameter(initial_parameter(label, row, seed)))
+        with torch.no_grad():
+            self.embed.copy_(self.lm_head.T)
+        if cfg.sign_rows:
+            generator = torch.Generator().manual_seed(seed)
+            signs = torch.randint(0, 2, (cfg.sign_rows, cfg.dim), generator=generator) * 2 - 1
+            self.register_buffer("sign_table", signs.to(cfg.dtype))
+        self.gate_slices = lane_slices(cfg.gate_lanes(post=False)), lane_slices(cfg.gate_lanes(post=True))
+        self.mudd_slices = {name: s for (name, _), s in lane_slices(cfg.mudd_lanes).items()}
+        self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
+
+    def rotate_to(self, freqs: Tensor, positions: int) -> None:
+        """Lay down rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
+        cos, sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def refresh_fp8(self) -> None:
+        """Requantize the up projections after the weights changed."""
+        if self.quantized is None:
+            up = self.mlp_bank[:, 0]
+            self.w8 = torch.empty(up.shape, dtype=torch.float8_e4m3fn, device=up.device)
+            self.w8_scales = torch.empty(len(up), 4, device=up.device)  # every scale in its own 16-byte cell
+            self.quantized = tuple(kernels.QuantizedWeight(w, s[:1]) for w, s in zip(self.w8, self.w8_scales))
+        kernels.quantize_bank(self.mlp_bank[:, 0], self.w8, self.w8_scales)
+
+    def forward(self, batch: Batch, view: View, mtp_weights: Tensor | None = None) -> Tensor:
+        """Weighted multi-token loss while training (mtp_weights given), plain next-token cross-entropy otherwise."""
+        x, streams = self.embed_inputs(batch)
+        for i, spec in enumerate(self.cfg.plan):
+            if spec.gate_from_here:
+                streams.gates.update(self.gate(x, post=True))
+            x = self.layer(i, x, streams, batch.cu_seqlens, view)
+            if spec.save_as:
+                streams.caches[spec.save_as] = x
+        x = norm(self.recombine(x, streams))
+        if mtp_weights is None:
+            return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
+        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
+
+    def embed_inputs(self, batch: Batch) -> tuple[Tensor, Streams]:
+        """Input of layer 0 and the streams all layers share."""
+        tokens = batch.inputs
+        bigram = self.bigram_embed[batch.bigram_rows]
+        if self.cfg.sign_rows:
+            bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
+        value_embeds = self.value_embeds.view(self.cfg.value_planes, self.cfg.vocab_padded, -1)[:, tokens]
+        x0 = norm(smear(self.embed[tokens], self.smear_gate, self.scalars[-2]))
+        gates = self.gate(x0, post=False)
+        x = x0 + gates["bigram", 0] * bigram
+        return x, Streams(x0, bigram, value_embeds, {"embed": x}, gates)
+
+    def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
+        """Lanes of the pre or post gate, computed from the un-normalised x."""
+        slices, w2, b2 = self.gate_slices[post], self.mudd_gate_w2[int(post)], self.mudd_gate_b2[int(post)]
+        width = sum(s.stop - s.start for s in slices.values())
+        scale = self._mudd_gate_scale.to(x.dtype) if self.cfg.learned_gate_scale else self.cfg.gate_scale
+        lanes = gate_mlp(x, self.mudd_gate_w1[int(post)], w2[:width], b2[:width], scale)
+        return {key: lanes[:, columns] for key, columns in slices.items()}
+
+    def mudd(self, x: Tensor, block: int, lanes: int) -> Tensor:
+        """MUDD coefficients (T, lanes): multiway dynamic dense connections (Xiao et al. 2025)."""
+        return gate_mlp(x, self.mudd_w1[block], self.mudd_w2[block, :lanes], self.mudd_b2[block, :lanes], MUDD_SCALE)
+
+    def layer(self, i: int, x: Tensor, s: Streams, cu_seqlens: Tensor, view: View) -> Tensor:
+        """One layer: attention (or the skip connection) into the residual, then the MLP."""
+        spec, lanes = self.cfg.plan[i], None
+        if spec.mudd:
+            mu = self.mudd(x, 0, sum(lane.width for lane in self.cfg.mudd_lanes))
+            lanes = {name: mu[:, columns] for name, columns in self.mudd_slices.items()}
+        mix = self.mix(i, s, lanes)
+        if spec.window == "none":
+            x = x + torch.sigmoid(self.scalars[-1]).to(x.dtype) * s.gates["skip", i] * s.caches[spec.skip_from]
+        else:
+            n = norm(s.caches[spec.reads] if spec.reads else x)
+            extra_v = self.extra_values(i, n, x, s, lanes)
+            if lanes:
+                coefficients = lanes["residual"].split(1, dim=-1)
+                for c, stream in zip(coefficients, (s.caches["embed"], s.caches["mid"], x)):
+                    x = x + c * stream
+            x = mix.attn_resid * x + mix.attn_out * self.attention(i, n, extra_v, s, cu_seqlens, view)
+            for gate, stream in mix.inject:
+                x = x + gate * stream
+        quantized = self.quantized[i] if view.fp8 and self.quantized else None
+        up, down = self.mlp_bank[i]
+        return mix.mlp_resid * x + mix.mlp_out * kernels.mlp(norm(x), up, down, quantized)
+
+    def mix(self, i: int, s: Streams, lanes: dict[str, Tensor] | None) -> Mix:
+        """Coefficients of layer i: the lambdas and its gate lanes, or the MUDD lanes where it has them."""
+        gates = {name: s.gates[name, i] for name in INJECT if (name, i) in s.gates}
+        if lanes:
+            inject = (
+                (gates.get("x0", lanes["x0"]), s.caches["embed"]),
+                (gates.get("bigram", lanes["bigram"]), s.bigram),
+            )
+            return Mix(lanes["attn_resid"], lanes["attn_out"], inject, lanes["mlp_resid"], lanes["mlp_out"])
+        # layer 0's bigram gate already made the layer's input
+        inject = tuple((gates[name], getattr(s, name)) for name in gates if (name, i) != ("bigram", 0))
+        resid, out = (table[i].to(s.x0.dtype) for table in (self.resid_lambdas, self.post_lambdas))
+        return Mix(resid[0], out[0], inject, resid[1], out[1])
+
+    def extra_values(self, i: int, n: Tensor, x: Tensor, s: Streams, lanes: dict[str, Tensor] | None) -> Tensor | None:
+        """What layer i adds to V, (T, N, H): the gated value embedding and, with MUDD, three earlier streams."""
+        plane, N = self.cfg.plan[i].value_embed, self.cfg.heads
+        if plane is None:
+            return None
+        ve = s.value_embeds[plane]
+        if lanes:
+            gate = lanes["value_embed"].repeat_interleave(N // 2, dim=-1)
+        else:
+            half = self.cfg.smear_dims // 2
+            gate = 2 * torch.sigmoid(F.linear(torch.cat((n[:, :half], ve[:, :half]), dim=-1), self.ve_gate_bank[plane]))
+        extra = gate[..., None] * ve.view(len(ve), N, -1)
+        if lanes:
+            coefficients = lanes["value"].split(1, dim=-1)
+            streams = (s.caches["embed"], s.caches["mid"], x)
+            extra = extra + sum(c * stream for c, stream in zip(coefficients, streams)).view_as(extra)
+        return extra
+
+    def attention(
+        self, i: int, n: Tensor, extra_v: Tensor | None, s: Streams, cu_seqlens: Tensor, view: View
+    ) -> Tensor:
+        """Attention of layer i from its normed input n, output projection included."""
+        spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
+        slot = self.cfg.attn_layers.index(i)
+        w_qk = self.qk_bank[N * slot : N * (slot + 1)].view(2 * D, D)
+        w_v, w_o = self.vo_bank[2 * slot], self.vo_bank[2 * slot + 1]
+        lam_in, lam_out = self.scalars[2 * i : 2 * i + 2].to(n.dtype)
+        q, k = F.linear(n, lam_in * w_qk).view(T, 2, N, -1).unbind(1)
+        q, k = (rotary(norm(t), self.cos, self.sin, spec.paired) for t in (q, k))
+        if spec.key_offset:
+            k = offset_keys(k)
+        v = F.linear(n, lam_in * w_v).view(T, N, -1)
+        if extra_v is not None:
+            v = v + extra_v
+        window = view.long if spec.window == "long" else view.short
+        y = attend(q, k, v, cu_seqlens, window=window, scale=view.scale, paired=spec.paired, view=view)
+        dc = self.dc_weights(i, n, s)
+        if dc is not None:
+            y = dc_triton_kernels.dc_correction(
+                q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=self.cfg.dc_window
+            )
+        if ("xsa", i) in s.gates:
+            y = exclude_self(y, v, s.gates["xsa", i])
+        if ("attn", i) in s.gates:
+            y = y * s.gates["attn", i][..., None]
+        return F.linear(y.reshape(T, D), lam_out * w_o)
+
+    def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
+        """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an MLP of its own."""
+        if ("dc_w1", i) in s.gates:
+            w1, w2 = s.gates["dc_w1", i], s.gates["dc_w2", i]
+        elif self.cfg.plan[i].dc_mlp:
+            slot = self.cfg.attn_layers.index(i)
+            hidden = F.gelu(F.linear(n, self.dc_w1_bank[slot]), approximate="tanh")
+            w1, w2 = F.linear(hidden, self.dc_w2_bank[slot]).chunk(2, dim=-1)
+        else:
+            return None
+        return F.rms_norm(w1, w1.shape[-1:], eps=1e-6), w2.contiguous()
+
+    def recombine(self, x: Tensor, s: Streams) -> Tensor:
+        """Add earlier streams to the last layer's output, by MUDD coefficients."""
+        nu = self.mudd(x, 1, len(OUTPUT_LANES)).split(1, dim=-1)
+        sources = {**s.caches, "value_embed": s.value_embeds[0]}
+        for lane, coefficient in zip(OUTPUT_LANES, nu):
+            x = x + coefficient * sources[lane.name]
+        return x
+
+
+# === §5 Optimizer ===
+# Owns NorMuonAndAdam: one optimizer, one row of PARAM_TABLE per parameter, explicit order of communication and work
+# (record 61). Changing an order keeps the mathematics; changing a row needs a new baseline.
+
+
+@dataclass(slots=True)
+class ParamState:
+    """One parameter's row, the slice of it that this rank updates, and the slice's optimizer state."""
+
+    spec: ParamSpec
+    param: nn.Parameter
+    shard: Tensor  # view of param: own rows (Adam) or own matrices (NorMuon); everything where replicated
+    hyper: Tensor | None = None  # this step's numbers, a slice of the optimizer's device buffer
+    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work
+    pending: list[dist.Work] = field(default_factory=list)
+    steps: int = 0  # Adam updates so far
+    exp_avg: Tensor | None = None  # Adam moments, fp32
+    exp_avg_sq: Tensor | None = None
+    momentum: Tensor | None = None  # NorMuon, fp32
+    second_moment: Tensor | None = None
+    mantissa: Tensor | None = None  # low 16 bits of the fp32 weights whose high 16 bits are the bf16 parameter
+
+    @property
+    def is_adam(self) -> bool:
+        return self.spec.optim == "adam"
+
+    @property
+    def replicated(self) -> bool:
+        return self.spec.comms == "replicated"
+
+    def matrices(self, full: Tensor) -> Tensor:
+        """The tensor as (matrices, rows, cols) for NorMuon, as it is for Adam."""
+        return full if self.is_adam else full.view(-1, self.spec.rows or full.shape[-2], full.shape[-1])
+
+
+def check_param_table(table: Iterable[ParamSpec], labels: Iterable[str]) -> None:
+    """Rows and parameters must match one to one. Raises ValueError naming every label that does not."""
+    rows, labels = [spec.label for spec in table], list(labels)
+    faults = {
+        "parameters without a row": sorted(set(labels) - set(rows)),
+        "rows without a parameter": sorted(set(rows) - set(labels)),
+        "rows given twice": sorted({row for row in rows if rows.count(row) > 1}),
+    }
+    told = "; ".join(f"{what}: {', '.join(which)}" for what, which in faults.items() if which)
+    if told:
+        raise ValueError(f"the parameter table must hold each parameter once ({told}): edit PARAM_TABLE or the model.")
+
+
+class NorMuonAndAdam:
+    """NorMuon (every step) for matrix banks and Adam (odd steps) for the rest, sharded over the ranks.
+
+    step() runs three phases: *scatter* launches all gradient reductions in table order; *work* takes the parameters in
+    `work` order, waits for each reduction, updates the own slice and launches the gather of the new weights; *finish* waits
+    for the gathers, lm_head's first, so that the tied copy into embed overlaps the others.
+
+    Tied embedding: until split_embed(), "embed" is kept equal to lm_head's transpose: its gradient is added to lm_head's
+    and the updated head is copied back.
+
+    Works alone: one process without a process group, any named parameters, any table.
+
+        table = (ParamSpec(label="weight", optim="normuon", comms="sharded", work=0),)
+        optimizer = NorMuonAndAdam({"weight": layer.weight}, table)
+        loss.backward(); optimizer.step(do_adam=True)
+
+    NorMuon: Li et al. 2025 on Muon (Jordan 2024) with Polar Express (Amsel et al. 2025).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, nn.Parameter]] | dict[str, nn.Parameter],
+        table: tuple[ParamSpec, ...] = PARAM_TABLE,
+        config: OptimConfig | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        named = dict(params)
+        check_param_table(table, named)
+        self.config, self.rank, self.world_size = config or OptimConfig(), rank, world_size
+        self.split = "embed" not in named or "lm_head" not in named  # nothing is tied without both
+        self.states = {spec.label: self._new_state(spec, named[spec.label]) for spec in table}  # scatter_order
+        self.work_order = sorted(self.states.values(), key=lambda state: state.spec.work)
+        self._agreed: dict[tuple[bool, bool], frozenset[str]] = {}
+        self._lay_out_hyper()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def _new_state(self, spec: ParamSpec, param: nn.Parameter) -> ParamState:
+        if not param.is_contiguous():
+            raise ValueError(f"{spec.label} must be contiguous, it is updated in place: make it from .contiguous().")
+        state = ParamState(spec=spec, param=param, shard=param.data)
+        full = state.matrices(param.data)
+        if not state.replicated and full.shape[0] % self.world_size:
+            raise ValueError(
+                f"{spec.label} has {full.shape[0]} {'rows' if state.is_adam else 'matrices'}, which do not divide among "
+                f"{self.world_size} ranks: pad it to {_pad(full.shape[0], self.world_size)}."
+            )
+        state.shard = full if state.replicated else full.chunk(self.world_size)[self.rank]
+        wide = torch.promote_types(param.dtype, torch.float32)
+        if state.is_adam:
+            state.exp_avg = torch.zeros_like(state.shard, dtype=wide)
+            state.exp_avg_sq = torch.zeros_like(state.shard, dtype=wide)
+        else:
+            B, R, C = state.shard.shape
+            state.momentum = torch.zeros_like(state.shard, dtype=wide)
+            state.second_moment = state.momentum.new_zeros((B, R, 1) if R >= C else (B, 1, C))
+            if param.dtype == torch.bfloat16:
+                state.mantissa = torch.zeros_like(state.shard, dtype=torch.uint16)
+        return state
+
+    def _lay_out_hyper(self) -> None:
+        """One buffer holds every per-step number, so a step uploads once and compiled code holds no constant of a step."""
+        sizes = [5 if state.is_adam else 3 + len(state.shard) for state in self.states.values()]
+        sizes = [_pad(size, 4) for size in sizes]  # 16-byte alignment
+        first = next(iter(self.states.values())).param
+        wide = torch.promote_types(first.dtype, torch.float32)
+        self._host = torch.zeros(sum(sizes), dtype=wide, pin_memory=first.is_cuda)
+        self._device = torch.zeros(sum(sizes), dtype=wide, device=first.device)
+        for state, part in zip(self.states.values(), self._device.split(sizes)):
+            state.hyper = part
+
+    def _fill_hyper(self, do_adam: bool, lr_mul: float, momentum: float) -> None:
+        rows: list[float] = []
+        for state in self.states.values():
+            row = self._adam_hyper(state, lr_mul) if state.is_adam else self._normuon_hyper(state, lr_mul, momentum)
+            rows += row + [0.0] * (len(state.hyper) - len(row))
+        self._host.copy_(torch.tensor(rows, dtype=self._host.dtype))
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _adam_hyper(self, state: ParamState, lr_mul: float) -> list[float]:
+        """beta1, beta2, step size with bias correction, eps, decay; see kernels.adam_update_."""
+        c, (beta1, beta2), n = self.config, state.spec.betas, state.steps + 1
+        lr = c.adam_lr * lr_mul * state.spec.lr_mul
+        step_size = lr * math.sqrt(1 - beta2**n) / (1 - beta1**n)
+        return [beta1, beta2, step_size, c.adam_eps, lr * lr * c.adam_wd * state.spec.wd_mul]
+
+    def _normuon_hyper(self, state: ParamState, lr_mul: float, momentum: float) -> list[float]:
+        """momentum, beta2, decay, then the learning rate of every own matrix."""
+        c, spec, (B, R, C) = self.config, state.spec, state.shard.shape
+        lr = c.normuon_lr * lr_mul
+        first = 0 if state.replicated else self.rank * B  # slot factors go by the index in the whole bank
+        rates = [
+            lr * spec.lr_mul * max(1, R / C) ** 0.5 * spec.slot_lr[(first + b) % len(spec.slot_lr)] for b in range(B)
+        ]
+        return [momentum, c.normuon_beta2, lr * c.normuon_wd * spec.wd_mul, *rates]
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, *, do_adam: bool, lr_mul: float = 1.0, momentum: float = 0.95) -> None:
+        """Update all NorMuon parameters and, with do_adam, all Adam parameters.
+
+        Adam gradients are kept where do_adam is False, so the next step sees their sum. A parameter without a gradient on
+        every rank is skipped; one that lacks it on some ranks only raises RuntimeError on all of them.
+        """
+        active = [
+            s for s in self.states.values() if (do_adam or not s.is_adam) and (self.split or s.spec.label != "embed")
+        ]
+        if do_adam and not self.split:
+            self._merge_tied_gradient()
+        active = self._with_gradients(active, do_adam)
+        self._fill_hyper(do_adam, lr_mul, momentum)
+        self._scatter(active)
+        for state in sorted(active, key=lambda state: state.spec.work):
+            self._update(state)
+        self._finish(active, do_adam)
+
+    def _merge_tied_gradient(self) -> None:
+        head, embed = self.states["lm_head"].param, self.states["embed"].param
+        if embed.grad is not None and head.grad is not None:
+            kernels.transpose_add(embed.grad, head.grad)
+
+    def _with_gradients(self, states: list[ParamState], do_adam: bool) -> list[ParamState]:
+        """The states whose parameter has a gradient, agreed among the ranks once per kind of step."""
+        have = frozenset(state.spec.label for state in states if state.param.grad is not None)
+        kind = (do_adam, self.split)
+        if self.world_size > 1 and self._agreed.get(kind) != have:
+            everyone: list[object] = [None] * self.world_size
+            if kind in self._agreed:  # the other ranks have no reason to ask again: fail here, alone and at once
+                changed = ", ".join(sorted(self._agreed[kind] ^ have))
+                raise RuntimeError(
+                    f"rank {self.rank}: the set of gradients changed ({changed}) since ranks agreed on it."
+                )
+            dist.all_gather_object(everyone, have)
+            partial = sorted(frozenset.union(*everyone) - frozenset.intersection(*everyone))
+            if partial:
+                without = {label: [r for r, got in enumerate(everyone) if label not in got] for label in partial}
+                raise RuntimeError(
+                    f"gradients are missing on some ranks only: {without}: every rank must use the same parameters."
+                )
+        self._agreed[kind] = have
+        return [state for state in states if state.spec.label in have]
+
+    def _scatter(self, active: list[ParamState]) -> None:
+        """Launch every reduction, in table order."""
+        for state in active:
+            grad = state.matrices(state.param.grad)
+            if self.world_size == 1:
+                state.grad = grad
+            elif state.replicated:
+                state.grad = grad
+                state.pending = [dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)]
+            else:
+                state.grad = torch.empty_like(state.shard)
+                state.pending = [dist.reduce_scatter_tensor(state.grad, grad, op=dist.ReduceOp.AVG, async_op=True)]
+
+    def _update(self, state: ParamState) -> None:
+        """Wait for the gradient, update the own slice, launch the gather."""
+        for work in state.pending:
+            work.wait()
+        state.pending = []
+        if state.is_adam:
+            kernels.adam_update_(state.shard, state.grad, state.exp_avg, state.exp_avg_sq, state.hyper[:5])
+            state.steps += 1
+        else:
+            x = kernels.polar_express(kernels.normuon_momentum_(state.grad, state.momentum, state.hyper[0:1]))
+            kernels.normalize_variance_(x, state.second_moment, state.hyper[1:2])
+            rates = state.hyper[3 : 3 + len(state.shard)]
+            kernels.cautious_update_(state.shard, state.mantissa, x, rates, state.hyper[2:3])
+        state.grad = None
+        if self.world_size > 1 and not state.replicated:
+            full = state.matrices(state.param.data)
+            state.pending = [dist.all_gather_into_tensor(full, state.shard, async_op=True)]
+
+    def _finish(self, active: list[ParamState], do_adam: bool) -> None:
+        """Wait for the gathers, lm_head's first, and drop the gradients that were used."""
+        head = self.states.get("lm_head")
+        tied = do_adam and not self.split and head in active
+        for state in sorted(active, key=lambda state: state is not head):
+            for work in state.pending:
+                work.wait()
+            state.pending = []
+            state.param.grad = None
+            if state is head and tied:
+                embed = self.states["embed"].param
+                kernels.transpose_copy(head.param.data, embed.data)
+                embed.grad = None
+
+    # -- tied embedding and state -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def split_embed(self) -> None:
+        """From now on embed trains on its own, starting from lm_head's moments."""
+        if not self.split:
+            self.copy_lm_state_to_embed()
+            self.split = True
+
+    def copy_lm_state_to_embed(self) -> None:
+        """embed's moments <- the transpose of lm_head's. The two are sharded along different axes, so gather first."""
+        head, embed = self.states["lm_head"], self.states["embed"]
+        embed.steps = head.steps
+        for name in ("exp_avg", "exp_avg_sq"):
+            own = getattr(head, name)
+            full = own
+            if self.world_size > 1:
+                full = own.new_empty(head.param.shape)
+                dist.all_gather_into_tensor(full, own)
+            getattr(embed, name).copy_(full.T.chunk(self.world_size)[self.rank])
+
+    STATE_TENSORS = ("exp_avg", "exp_avg_sq", "momentum", "second_moment", "mantissa")
+
+    def snapshot(self) -> dict[str, object]:
+        """A copy of this rank's state, for `restore`."""
+        states = {
+            label: {name: t.clone() for name in self.STATE_TENSORS if (t := getattr(state, name)) is not None}
+            for label, state in self.states.items()
+        }
+        return {"split": self.split, "steps": {k: s.steps for k, s in self.states.items()}, "states": states}
+
+    def restore(self, saved: dict[str, object]) -> None:
+        """Go back to a snapshot, in place."""
+        self.split = saved["split"]
+        for label, state in self.states.items():
+            state.steps = saved["steps"][label]
+            state.param.grad = None
+            for name, tensor in saved["states"][label].items():
+                getattr(state, name).copy_(tensor)
+
+
+# === §6 Data ===
+# Owns shards and batches. Which tokens a step sees needs a new baseline; how they are read does not.
+
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER_INTS = 256  # int32 each: magic, version, number of tokens, zeros; then the tokens as little-endian uint16
+CU_SEQLENS = {16384: 64, 32768: 96, 49152: 128}  # v3's lengths of cu_seqlens by T; longer where the data need it
+
+
+class ShardInfo(NamedTuple):
+    """A checked shard."""
+
+    path: Path
+    num_tokens: int
+    bos_positions: np.ndarray  # int64, ascending
+
+
+def read_shard(path: str | Path) -> np.ndarray:
+    """Map a shard's tokens, uint16 (N,). Raises ValueError with one sentence where the file is not a whole shard."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): check the path and its permissions.") from None
+    if len(header) < SHARD_HEADER_INTS:
+        raise ValueError(f"{path} is {size} bytes, shorter than a shard's header of 1024: download or write it again.")
+    magic, version, count = (int(value) for value in header[:3])
+    if magic != SHARD_MAGIC:
+        raise ValueError(f"{path} is not a token shard: its first number is {magic}, not {SHARD_MAGIC}.")
+    if version != SHARD_VERSION:
+        raise ValueError(f"{path} has shard version {version}, and only {SHARD_VERSION} is read: write it again.")
+    if count <= 0:
+        raise ValueError(f"{path} holds no tokens (its header says {count}): write it again.")
+    if size != 4 * SHARD_HEADER_INTS + 2 * count:
+        expected = 4 * SHARD_HEADER_INTS + 2 * count
+        raise ValueError(f"{path} is {size} bytes but its header promises {expected} ({count} tokens): fetch it again.")
+    return np.memmap(path, dtype="<u2", mode="r", offset=4 * SHARD_HEADER_INTS, shape=(count,))
+
+
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
+    """Write tokens (ids below 65536) as a shard; the file appears under its name only when it is whole."""
+    path, header = Path(path), np.zeros(SHARD_HEADER_INTS, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(header.tobytes())
+            file.write(np.asarray(tokens).astype("<u2").tobytes())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
+    """Read every token once. Raises ValueError with one sentence for ids beyond the vocabulary or no document start."""
+    tokens = read_shard(path)
+    if tokens.max() >= vocab_size:
+        position = int(np.argmax(tokens >= vocab_size))
+        raise ValueError(
+            f"{path} holds token id {tokens[position]} at position {position}, but vocab_size={vocab_size} allows ids "
+            f"up to {vocab_size - 1}: set vocab_size= and bos_id= to the tokenizer's."
+        )
+    bos_positions = np.flatnonzero(tokens == bos_id)
+    if len(bos_positions) == 0:
+        raise ValueError(
+            f"{path} holds no document start (token {bos_id}): set bos_id= or write one before each document."
+        )
+    return ShardInfo(Path(path), len(tokens), bos_positions)
+
+
+def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
+    """Shards matching a glob under DATA_PATH (default: the current folder), in name order. Raises ValueError if none."""
+    root = Path(os.environ.get("DATA_PATH", "."))
+    parts = Path(pattern).parts
+    base = Path(parts[0]) if Path(pattern).is_absolute() else root
+    relative = str(Path(*parts[1:])) if Path(pattern).is_absolute() else pattern
+    found = sorted(path for path in base.glob(relative) if path.is_file())
+    if not found:
+        remedy = "python data/demo_text.py" if cfg.preset == "demo" else "python data/cached_fineweb10B.py"
+        raise ValueError(
+            f"no shards match {base / relative}: get them with {remedy} (or set DATA_PATH or the files option)."
+        )
+    return found
+
+
+Spans = list[tuple[int, int]]  # half-open ranges of one shard's tokens
+
+
+def cut_piece(starts: list[int], cursor: int, length: int, max_len: int) -> tuple[Spans, int]:
+    """Spans of whole documents, cut at max_len, that make `length` + 1 tokens; [] where the shard ran out first.
+
+    `starts` are the shard's document starts followed by its length. The last span is cut to fit, and what was cut off any
+    document is never served.
+    """
+    spans, filled = [], 0
+    while filled <= length:
+        if cursor == len(starts) - 1:
+            return [], cursor
+        start = starts[cursor]
+        end = min(starts[cursor + 1], start + max_len, start + length - filled + 1)
+        spans.append((start, end))
+        filled += end - start
+        cursor += 1
+    return spans, cursor
+
+
+def cut_batches(
+    shards: list[ShardInfo], requests: Iterable[tuple[int, int]], pieces: int, epochs: int = 1
+) -> Iterator[tuple[int, list[Spans]]]:
+    """For each request (T, max_len): (shard index, the spans of `pieces` pieces of T + 1 tokens).
+
+    A global batch comes from one shard; where the shard runs out inside it, the whole batch is dropped and cut anew from
+    the next shard. Ends early where the data do.
+    """
+    order = iter([i for _ in range(epochs) for i in range(len(shards))])
+    current = next(order)
+    starts, cursor = [*shards[current].bos_positions.tolist(), shards[current].num_tokens], 0
+    for length, max_len in requests:
+        while True:
+            batch = []
+            for _ in range(pieces):
+                spans, cursor = cut_piece(starts, cursor, length, max_len)
+                if not spans:
+                    break
+                batch.append(spans)
+            if len(batch) == pieces:
+                break
+            if (current := next(order, None)) is None:
+                return
+            starts, cursor = [*shards[current].bos_positions.tolist(), shards[current].num_tokens], 0
+        yield current, batch
+
+
+class DataPlan(NamedTuple):
+    """What a run needs to know of its data before it starts."""
+
+    train: list[ShardInfo]
+    val: list[Path]
+    cu_lengths: dict[int, int]  # T -> length of cu_seqlens
+
+
+def cu_length(tokens: int, documents: int) -> int:
+    """Length of cu_seqlens for T tokens: v3's where that holds the documents, else as many as are needed."""
+    v3 = CU_SEQLENS.get(tokens, _pad(max(tokens // 300, 1), 128))
+    return max(v3, _pad(documents + 2, 16))
+
+
+def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
+    """Check every shard and run the cutter over the whole schedule. Raises ValueError with one sentence."""
+    paths = find_shards(cfg.train_files, cfg)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        train = list(pool.map(lambda path: check_shard(path, vocab_size=cfg.vocab_size, bos_id=cfg.bos_id), paths))
+    lengths: dict[int, int] = {}
+    requests = [(stage.batch_tokens // pieces, stage.max_doc_len) for stage in stages_by_step(cfg)]
+    steps = 0
+    for _, batch in cut_batches(train, requests, pieces, cfg.epochs):
+        tokens = requests[steps][0]
+        documents = max(len(spans) for spans in batch)
+        lengths[tokens] = max(lengths.get(tokens, 0), cu_length(tokens, documents))
+        steps += 1
+    if steps < cfg.total_steps:
+        need, found = sum(length * pieces for length, _ in requests), sum(shard.num_tokens for shard in train)
+        usable = sum(length * pieces for length, _ in requests[:steps])
+        more = math.ceil(cfg.epochs * need / max(usable, 1))
+        raise ValueError(
+            f"the schedule needs {need:,} tokens and {len(train)} training shards of {found:,} give {usable:,} usable ones "
+            f"({steps} of {cfg.total_steps} steps; tails of long documents are cut off): add shards, fewer "
+            f"scheduled_steps=, or epochs={more}."
+        )
+    val = find_shards(cfg.val_files, cfg)
+    lengths[cfg.schedule.val_chunk] = max(lengths.get(cfg.schedule.val_chunk, 0), _check_val(cfg, val))
+    return DataPlan(train, val, lengths)
+
+
+def _check_val(cfg: RunConfig, paths: list[Path]) -> int:
+    """Check that validation finds its tokens; the length of cu_seqlens that its sequences need."""
+    chunk, longest, served = cfg.schedule.val_chunk, 0, 0
+    for path in paths:
+        shard = check_shard(path, vocab_size=cfg.vocab_size, bos_id=cfg.bos_id)
+        usable = (shard.num_tokens - 1) // (PIECES * chunk) * PIECES * chunk
+        starts = shard.bos_positions[shard.bos_positions < usable]
+        longest = max([longest, *np.bincount(starts // chunk).tolist()])
+        served += usable
+    if served < cfg.val_tokens:
+        raise ValueError(
+            f"val_tokens={cfg.val_tokens} needs as many tokens, and {cfg.val_files} gives {served} in whole groups of "
+            f"{PIECES * chunk}: set val_tokens={served}."
+            if served
+            else f"{cfg.val_files} holds fewer than the {PIECES * chunk + 1} tokens of the smallest validation: add data."
+        )
+    return cu_length(chunk, longest)
+
+
+def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
+    """Row of bigram_embed for each token and the one before it, int32 (T,); products wrap at 32 bits.
+
+    Position 0 takes the last row. Position 1 does not see token 0: the last row's number stands in its place.
+    """
+    modulus = rows - 1
+    before = np.concatenate(([modulus, modulus], tokens[1:-1])).astype(np.int32)[: len(tokens)]
+    mixed = (np.int32(36313) * tokens.astype(np.int32)) ^ (np.int32(27191) * before)
+    mixed = mixed % np.int32(modulus)
+    mixed[0] = modulus
+    return mixed
+
+
+def sign_rows(tokens: Tensor, rows: int) -> Tensor:
+    """Row of the sign table for each token and the one before it, (T,); position 0 takes row 0."""
+    return F.pad((tokens[:-1] ^ tokens[1:]) % rows, (1, 0))
+
+
+def packed_batch(
+    tokens: np.ndarray, boundaries: np.ndarray, cu_len: int, bigram_rows: int, device: torch.device
+) -> Batch:
+    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `boundaries` start with 0."""
+    inputs = tokens[:-1].astype(np.int32)
+    cu_seqlens = np.full(cu_len, len(inputs), dtype=np.int32)
+    cu_seqlens[: len(boundaries)] = boundaries
+    arrays = (inputs, tokens[1:].astype(np.int64), cu_seqlens, bigram_hash(inputs, bigram_rows))
+    tensors = (torch.from_numpy(array) for array in arrays)
+    if device.type == "cuda":
+        tensors = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+    return Batch(*tensors)
+
+
+class TrainLoader:
+    """This rank's micro-batches, step by step: `next(loader)` is a list of `accum` Batches.
+
+    A thread cuts and uploads one step ahead and reads the next shard while the current one is used; what goes wrong there
+    is raised by next().
+    """
+
+    def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, first_step: int = 0):
+        self.cfg, self.plan, self.runtime = cfg, plan, runtime
+        requests = ((stage.batch_tokens // runtime.pieces, stage.max_doc_len) for stage in stages_by_step(cfg))
+        self.batches = cut_batches(plan.train, requests, runtime.pieces, cfg.epochs)
+        for _ in range(first_step):
+            next(self.batches)
+        self.pool = ThreadPoolExecutor(2, thread_name_prefix="loader")
+        self.shards: dict[int, Future[np.ndarray]] = {}
+        self.ahead: Future[list[Batch] | None] | None = None  # lazy: the first read happens on the clock
+
+    def __next__(self) -> list[Batch]:
+        batch = (self.ahead or self.pool.submit(self._build)).result()
+        if batch is None:
+            raise StopIteration
+        self.ahead = self.pool.submit(self._build)
+        return batch
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _tokens(self, index: int) -> np.ndarray:
+        """Tokens of the current shard; the next one starts loading, older ones are dropped."""
+        after = (index + 1) % len(self.plan.train)
+        for i in (index, after):
+            if i not in self.shards:
+                self.shards[i] = self.pool.submit(lambda path: np.array(read_shard(path)), self.plan.train[i].path)
+        self.shards = {i: future for i, future in self.shards.items() if i in (index, after)}
+        return self.shards[index].result()
+
+    def _build(self) -> list[Batch] | None:
+        index, pieces = next(self.batches, (None, None))
+        if index is None:
+            return None
+        tokens, batch = self._tokens(index), []
+        for micro in range(self.runtime.accum):
+            spans = pieces[micro * self.runtime.world_size + self.runtime.rank]
+            ends = np.cumsum([end - start for start, end in spans])
+            ends[-1] -= 1  # the last token is only a target
+            packed = np.concatenate([tokens[start:end] for start, end in spans])
+            length = self.plan.cu_lengths[len(packed) - 1]
+            boundaries = np.concatenate(([0], ends))
+            batch.append(packed_batch(packed, boundaries, length, self.cfg.model.bigram_rows, self.runtime.device))
+        return batch
+
+
+def val_batches(cfg: RunConfig, plan: DataPlan, runtime: Runtime) -> Iterator[Batch]:
+    """This rank's validation sequences: contiguous, unaligned, from the start of the validation files every time."""
+    chunk, left = cfg.schedule.val_chunk, cfg.val_tokens
+    for path in plan.val:
+        tokens = read_shard(path)
+        for position in range(0, (len(tokens) - 1) // (PIECES * chunk) * PIECES * chunk, PIECES * chunk):
+            if left == 0:
+                return
+            for piece in range(runtime.rank, PIECES, runtime.world_size):
+                start = position + piece * chunk
+                part = np.array(tokens[start : start + chunk + 1])
+                boundaries = np.concatenate(([0], np.flatnonzero(part[:-1] == cfg.bos_id)))
+                yield packed_batch(part, boundaries, plan.cu_lengths[chunk], cfg.model.bigram_rows, runtime.device)
+            left -= PIECES * chunk
+
+
+# === §7 Schedule ===
+# Owns pure functions of the step number. Any change here needs a new baseline.
+
+
+def stage_ends(cfg: RunConfig) -> tuple[int, ...]:
+    """First step after each stage; the extension is the last stage."""
+    n = len(cfg.schedule.stages)
+    return (*(round(cfg.scheduled_steps * (i + 1) / n) for i in range(n)), cfg.total_steps)
+
+
+def stage_index(cfg: RunConfig, step: int) -> int:
+    """Stage of a step; steps past the end belong to the last one."""
+    ends = stage_ends(cfg)
+    return next((i for i, end in enumerate(ends) if step < end), len(ends) - 1)
+
+
+def stage_at(cfg: RunConfig, step: int) -> Stage:
+    return (*cfg.schedule.stages, cfg.schedule.extension)[stage_index(cfg, step)]
+
+
+def stages_by_step(cfg: RunConfig) -> list[Stage]:
+    return [stage_at(cfg, step) for step in range(cfg.total_steps)]
+
+
+def split_step(cfg: RunConfig) -> int:
+    """The step after whose update embed leaves lm_head: the first odd one of the last scheduled stage."""
+    return stage_ends(cfg)[len(cfg.schedule.stages) - 2] | 1
+
+
+def adam_steps(step: int) -> bool:
+    """Whether this step updates the Adam parameters."""
+    return step % 2 == 1
+
+
+def lr_multiplier(cfg: RunConfig, step: int) -> float:
+    """The stage's factor, then a straight line from it to the floor over the cooldown."""
+    s, peak = cfg.schedule, stage_at(cfg, step).lr_mul
+    start = int(cfg.scheduled_steps * (1 - s.cooldown))
+    if step < start:
+        return peak
+    t = min(1.0, (step - start) / (cfg.scheduled_steps - start))
+    return peak * (1 - t) + s.lr_floor * t
+
+
+def muon_momentum(cfg: RunConfig, step: int) -> float:
+    """Up over the warm-up, down over the last steps; the warm-up wins where a short schedule makes them overlap."""
+    s, (low, high) = cfg.schedule, cfg.schedule.momentum
+    if step < s.momentum_warmup:
+        return low + (high - low) * step / s.momentum_warmup
+    past = step - (cfg.total_steps - s.momentum_cooldown)
+    return high - (high - low) * past / s.momentum_cooldown if past > 0 else high
+
+
+def mtp_weights(cfg: RunConfig, step: int) -> list[float]:
+    """Weights of the next token and the ones after it, linear within the stage."""
+    ends, i = (0, *stage_ends(cfg)), stage_index(cfg, step)
+    t = min(1.0, (step - ends[i]) / max(1, ends[i + 1] - ends[i]))
+    return [a + (b - a) * t for a, b in stage_at(cfg, step).mtp]
+
+
+def view_at(cfg: RunConfig, step: int, *, attention: str = "reference", fp8: bool = False) -> View:
+    """Windows in tokens and the softmax scale of a step's stage."""
+    stage, block = stage_at(cfg, step), cfg.schedule.window_block
+    _, scale = yarn(long_windows(cfg, step), cfg.model.head_dim)
+    return View(stage.short * block, stage.long * block, scale, stage.max_doc_len, attention, fp8)
+
+
+def long_windows(cfg: RunConfig, step: int) -> list[int]:
+    """Long windows, in tokens, of all stages up to this step's: YaRN's history."""
+    stages = (*cfg.schedule.stages, cfg.schedule.extension)[: stage_index(cfg, step) + 1]
+    return [stage.long * cfg.schedule.window_block for stage in stages]
+
+
+def warmup_steps(cfg: RunConfig) -> list[int]:
+    """Steps run before the clock so that every shape is compiled: the first two and four around every stage change."""
+    edges = [end + k for end in stage_ends(cfg)[:-1] for k in (-2, -1, 0, 1)]
+    return sorted({step for step in (0, 1, *edges) if 0 <= step < cfg.total_steps})
+
+
+def plan_rows(cfg: RunConfig) -> list[tuple]:
+    m, rows = (
+        cfg.model,
+        [("layer", "bank slot", "window", "paired", "key offset", "value embed", "reads", "gates", "other")],
+    )
+    for i, spec in enumerate(m.plan):
+        slot = m.attn_layers.index(i) if i in m.attn_layers else "-"
+        other = [name for name in ("gate_from_here", "mudd", "dc_mlp") if getattr(spec, name)]
+        other += [
+            f"{key} {value}" for key, value in (("skip from", spec.skip_from), ("saved as", spec.save_as)) if value
+        ]
+        ve = "-" if spec.value_embed is None else spec.value_embed
+        marks = ("yes" if spec.paired else "-", "yes" if spec.key_offset else "-")
+        rows.append(
+            (i, slot, spec.window, *marks, ve, spec.reads or "residual", " ".join(spec.gates), ", ".join(other))
+        )
+    return rows
+
+
+def gate_rows(cfg: RunConfig) -> list[tuple]:
+    rows: list[tuple] = [("block", "lanes", "name", "layer", "first value", "stored bias")]
+    scale = cfg.model.gate_scale
+    blocks = (
+        ("pre gate", cfg.model.gate_lanes(post=False), scale),
+        ("post gate", cfg.model.gate_lanes(post=True), scale),
+        ("mudd", cfg.model.mudd_lanes, MUDD_SCALE),
+        ("output mudd", OUTPUT_LANES, MUDD_SCALE),
+    )
+    for block, lanes, scale in blocks:
+        for lane, columns in zip(lanes, lane_slices(lanes).values()):
+            span = f"{columns.start}-{columns.stop - 1}" if lane.width > 1 else str(columns.start)
+            rows.append((block, span, lane.name, lane.layer, f"{lane.init:.4g}", f"{lane.init / scale:.4g}"))
+    return rows
+
+
+def param_rows(cfg: RunConfig) -> list[tuple]:
+    plan = parameter_plan(cfg.model, world_size=PIECES)
+    rows = [("parameter", "shape on 8 GPUs", "dtype", "count", "optim", "comms", "work", "betas", "lr x", "wd x")]
+    for spec in cfg.table:
+        shape, dtype, _ = plan[spec.label]
+        betas = "-" if spec.betas is None else "{} {}".format(*spec.betas)
+        dims, kind = "x".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch.")
+        numbers = (f"{math.prod(shape):,}", spec.optim, spec.comms, spec.work, betas, spec.lr_mul, spec.wd_mul)
+        rows.append((spec.label, dims, kind, *numbers))
+    for world_size in (8, 4, 2, 1):
+        total = sum(math.prod(row.shape) for row in parameter_plan(cfg.model, world_size).values())
+        rows.append((f"total, world size {world_size}", "", "", f"{total:,}", "", "", "", "", "", ""))
+    return rows
+
+
+def schedule_rows(cfg: RunConfig) -> list[tuple]:
+    rows = [
+        (
+            "step",
+            "stage",
+            "tokens",
+            "max doc",
+            "short",
+            "long",
+            "softmax scale",
+            "lr x",
+            "momentum",
+            "mtp weights",
+            "event",
+        )
+    ]
+    ends, s = stage_ends(cfg), cfg.schedule
+    events = {
+        0: "start",
+        split_step(cfg): "embed splits after this step",
+        ends[-2]: "extension",
+        cfg.total_steps: "end",
+    }
+    events |= {end: "stage change" for end in ends[:-2]}
+    events.setdefault(int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
+    events.setdefault(min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
+    for step, event in sorted(events.items()):
+        stage, view = stage_at(cfg, step), view_at(cfg, step)
+        weights = " ".join(f"{w:.3g}" for w in mtp_weights(cfg, step))
+        numbers = (
+            f"{view.scale:.6f}",
+            f"{lr_multiplier(cfg, step):.6f}",
+            f"{muon_momentum(cfg, step):.4f}",
+            weights,
+            event,
+        )
+        rows.append(
+            (step, stage_index(cfg, step), stage.batch_tokens, stage.max_doc_len, view.short, view.long, *numbers)
+        )
+    return rows
+
+
+def format_table(rows: list[tuple]) -> str:
+    """Rows of cells, the first one the heading, as aligned text."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+TABLES = {"plan": plan_rows, "gates": gate_rows, "params": param_rows, "schedule": schedule_rows}  # show=
+
+
+# === §8 Training ===
+# Owns warm-up, the timed loop and validation. What the clock counts is FROZEN: changing it breaks comparison of times.
+
+
+class Clock:
+    """Training time in seconds: stopped during validation, with the device idle at every start and stop."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime, self.seconds, self.started = runtime, 0.0, None
+
+    def start(self) -> None:
+        self.runtime.sync()
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.runtime.sync()
+        self.seconds += time.perf_counter() - self.started
+        self.started = None
+
+    def now(self) -> float:
+        """Running total; while it runs, the host's view, which may lead or lag the device."""
+        return self.seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
+
+
+class Trainer:
+    """Model, optimizer and stage state of one run on one rank."""
+
+    def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, attention: str, fp8: bool):
+        self.cfg, self.plan, self.runtime, self.attention, self.fp8 = cfg, plan, runtime, attention, fp8
+        self.model = GPT(cfg.model, world_size=runtime.world_size, seed=cfg.seed).to(runtime.device)
+        if runtime.world_size > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(tensor.data, 0)
+        self.optimizer = NorMuonAndAdam(
+            self.model.named_parameters(), cfg.table, cfg.optim, rank=runtime.rank, world_size=runtime.world_size
+        )
+        self.run_model = torch.compile(self.model, dynamic=False) if runtime.device.type == "cuda" else self.model
+        weights = torch.zeros(cfg.total_steps + 1, max(len(stage.mtp) for stage in cfg.schedule.stages))
+        for step in range(cfg.total_steps + 1):
+            row = mtp_weights(cfg, step)
+            weights[step, : len(row)] = torch.tensor(row)
+        self.mtp_weights = weights.to(runtime.device)
+        self.stage = None
+        self.enter(0)
+
+    def enter(self, step: int) -> None:
+        """Put the stage of `step` in force: rotary tables and quantized weights."""
+        if self.stage == stage_index(self.cfg, step):
+            return
+        self.stage = stage_index(self.cfg, step)
+        freqs, _ = yarn(long_windows(self.cfg, step), self.cfg.model.head_dim)
+        longest = max(self.plan.cu_lengths)
+        self.model.rotate_to(freqs, 2 * longest)
+        if self.fp8:
+            self.model.refresh_fp8()
+
+    def train_step(self, step: int, batches: list[Batch]) -> Tensor:
+        """One optimizer step. Returns the loss summed over this rank's tokens, on the device."""
+        self.enter(step)
+        view = view_at(self.cfg, step, attention=self.attention, fp8=self.fp8)
+        weights = self.mtp_weights[step, : len(stage_at(self.cfg, step).mtp)]
+        total = 0
+        for batch in batches:
+            loss = self.run_model(batch, view, weights).sum() / len(batches)
+            loss.backward()
+            total = total + loss.detach()
+        self.optimizer.step(
+            do_adam=adam_steps(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
+        )
+        if step == split_step(self.cfg):
+            self.optimizer.split_embed()
+        if self.fp8:
+            self.model.refresh_fp8()
+        return total
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float:
+        """Mean next-token cross-entropy in nats over val_tokens, always without FP8."""
+        self.enter(step)
+        view = view_at(self.cfg, step, attention=self.attention)._replace(max_len=self.cfg.schedule.val_chunk)
+        if step == self.cfg.total_steps:
+            view = view._replace(long=self.cfg.schedule.final_long * self.cfg.schedule.window_block)
+        losses = [self.run_model(batch, view).mean() for batch in val_batches(self.cfg, self.plan, self.runtime)]
+        total = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(len(losses))])
+        if self.runtime.world_size > 1:
+            dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def warm_up(self, log: RunLog) -> None:
+        """Run one validation pass and one full step of every shape the schedule holds, then restore the state exactly."""
+        steps = warmup_steps(self.cfg)
+        log.say("Compiling model and warming up kernels")
+        log.say(f"Sampling steps {steps} for warmup")
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        state = self.optimizer.snapshot()
+        for step in steps:
+            loader = TrainLoader(self.cfg, self.plan, self.runtime, first_step=step)
+            self.validate(step)
+            self.train_step(step, next(loader))
+            loader.close()
+        self.validate(self.cfg.total_steps)
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(weights[name])
+        self.optimizer.restore(state)
+        self.stage = None
+        self.enter(0)
+        log.say("Resetting Model")
+
+
+def train(trainer: Trainer, log: RunLog) -> float:
+    """The timed loop. Returns the final validation loss."""
+    cfg, runtime = trainer.cfg, trainer.runtime
+    total, loader, clock = cfg.total_steps, TrainLoader(cfg, trainer.plan, runtime), Clock(runtime)
+    bar = progress_bar(total, enabled=runtime.main and cfg.preset == "demo")
+    val_loss = math.nan
+    clock.start()
+    for step in range(total + 1):
+        if step % cfg.val_every == 0 or step == total:
+            clock.stop()
+            val_loss = trainer.validate(step)
+            ms = 1000 * clock.seconds
+            log.say(
+                f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+            )
+            clock.start()
+        if step == total:
+            break
+        trainer.train_step(step, next(loader))
+        ms = 1000 * clock.now()
+        line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
+        log.write(line) if bar else log.say(line)
+        if bar:
+            bar.update()
+            bar.set_postfix_str(f"val_loss {val_loss:.4f}")
+    if bar:
+        bar.close()
+    loader.close()
+    return val_loss
+
+
+def progress_bar(total: int, enabled: bool):
+    """A tqdm bar for people; None where the step lines themselves go to the screen."""
+    if not enabled:
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="step", ncols=88)
+
+
+# === §9 main ===
+# Owns the order of a run: options, checks, log, data, model, warm-up, training.
+
+
+def project_sources() -> dict[str, str]:
+    """Text of every project file this process has loaded, train_gpt.py first."""
+    loaded = {Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
+    ours = {p.relative_to(ROOT).as_posix() for p in loaded if p.is_relative_to(ROOT) and p.is_file()}
+    ours = {name for name in ours if not name.startswith((".venv/", "tests/"))}
+    names = [*SOURCES, *sorted(ours - set(SOURCES))]
+    return {name: (ROOT / name).read_bytes().decode() for name in names}
+
+
+def choose_fp8(wanted: str, device: torch.device) -> tuple[bool, str]:
+    """(on, why). Raises ValueError where FP8 is asked for and this device has none."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if wanted == "on" and not able:
+        raise ValueError(
+            "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
+        )
+    return able and wanted != "off", "as asked" if wanted != "auto" else f"this device has {'' if able else 'no '}FP8"
+
+
+def report_demo(demo, plan: DataPlan, cfg: RunConfig, loss: float, log: RunLog) -> None:
+    """Set the demo's loss beside what counting byte pairs reaches on the same text."""
+    train_tokens = np.concatenate([read_shard(shard.path) for shard in plan.train])
+    val_tokens = read_shard(plan.val[0])[: cfg.val_tokens + 1]
+    baseline = demo.bigram_baseline(train_tokens, val_tokens, cfg.vocab_size)
+    verdict = "below" if loss < baseline else "not below"
+    log.say(
+        f"final val_loss {loss:.4f}, {verdict} the {baseline:.4f} of a bigram-count model of the same text (nats per byte)"
+    )
+
+
+def run(cfg: RunConfig) -> None:
+    """One whole run on this rank. Raises ValueError, the same on every rank, for what a user can mend."""
+    demo = importlib.import_module("data.demo_text") if cfg.preset == "demo" else None
+    sources = project_sources()  # before anything slow, so that an edit during the run cannot reach the log
+    rank, local_rank, world_size = launched_ranks()
+    plan = prepare(cfg, world_size)
+    runtime = start_runtime(local_rank, rank, world_size)
+    try:
+        attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
+        fp8, why_fp8 = choose_fp8(cfg.fp8, runtime.device)
+        log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
+        log_header(log, cfg, runtime, sources)
+        log.say(f"attention: {attention} ({why}); fp8: {'on' if fp8 else 'off'} ({why_fp8})")
+        tokens = " / ".join(str(stage.batch_tokens) for stage in (*cfg.schedule.stages, cfg.schedule.extension))
+        log.say(f"tokens per step: {tokens}, as {runtime.accum} micro-batches on each of {runtime.world_size} ranks")
+        trainer = Trainer(cfg, plan, runtime, attention, fp8)
+        if runtime.device.type == "cuda":
+            trainer.warm_up(log)
+        loss = train(trainer, log)
+        if runtime.device.type == "cuda":
+            allocated, reserved = (
+                f() // 2**20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+            )
+            log.say(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        if demo and runtime.main:
+            report_demo(demo, plan, cfg, loss, log)
+        if runtime.main:
+            print(f"log: {log.path}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    """Options in, exit code out: 0, or 2 after one sentence per problem on stderr."""
+    try:
+        cfg = parse_options(argv)
+        if cfg.show:
+            print(format_table(TABLES[cfg.show](cfg)))
+        elif world_size := os.environ.get("PREFLIGHT_WORLD_SIZE"):  # run.sh asks before it starts torchrun
+            prepare(cfg, int(world_size))
+        else:
+            run(cfg)
+    except ValueError as problem:
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"error: {line}" for line in str(problem).splitlines()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1615 @@
+"""Head of triton_kernels.py as it will be; part files do `from common import *`-style explicit imports from here."""
+import os
+from functools import lru_cache
+from typing import NamedTuple
+import math
+from types import SimpleNamespace
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:  # macOS and bare CPU installs: the references still work
+    triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda fn: fn
+
+REFERENCE_OPS = os.environ.get("REFERENCE_OPS", "0").lower() not in ("", "0", "false", "off")
+FORCE_KERNELS = False  # tests set it to run the kernels on CPU tensors under TRITON_INTERPRET=1
+
+
+def use_kernel(*tensors: torch.Tensor) -> bool:
+    """True where the Triton kernel should run: CUDA tensors, unless REFERENCE_OPS=1 asks for the references."""
+    return FORCE_KERNELS or (not REFERENCE_OPS and all(t.is_cuda for t in tensors))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition`; the message gives rule, value and remedy in one sentence."""
+    if not condition:
+        raise ValueError(message)
+
+
+# ---- attention ----
+"""Causal sliding-window attention over packed documents: reference, Triton forward and backward, public op."""
+
+
+
+# === Attention ===
+# Packed stream of L positions (L = T, or 2T when paired) · N heads of the stream · H head dim · S document boundaries.
+# A query at t may look at the keys first[t] <= s <= t, first[t] = max(start of its document, t - window). `first` never
+# decreases, so one number per query is the whole mask, and a tile's bounds are those of its first and last row.
+
+
+def attention_first_key(cu_seqlens, length, window, streams=1):
+    """(length,) int: the first key that each stream position may look at; a token is `streams` positions."""
+    t = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    bounds = cu_seqlens * streams
+    start = bounds[torch.searchsorted(bounds, t, right=True) - 1]  # the last of equal boundaries: empty documents
+    return torch.maximum(start, t - window)
+
+
+def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False):
+    """What `attention` computes, in eager torch (fp32 inside for 16-bit inputs): blocks of queries, each against the
+    blocks of keys that its window can reach, so memory is O(T x (window + block)). Differentiable by plain autograd."""
+    T, N, H = q.shape
+    length, heads = (2 * T, N // 2) if paired else (T, N)
+    window = min(window, length)
+    block = min(max(32, 1 << (window // 4).bit_length()), length)
+    blocks, back = -(-length // block), -(-window // block)
+    inner = torch.promote_types(q.dtype, torch.float32)
+
+    def cut(x, before):  # (T, N, H) -> (before + blocks, heads, block, H), with zeros before and after the stream
+        x = x.to(inner).reshape(length, heads, H)
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, before * block, blocks * block - length))
+        return x.view(before + blocks, block, heads, H).transpose(1, 2)
+
+    def band(x):  # every block behind the `back` blocks before it: (blocks, heads, (back + 1) * block, H)
+        x = cut(x, back)
+        return torch.cat([x[i:i + blocks] for i in range(back + 1)], 2)
+
+    t = torch.arange(blocks * block, device=q.device, dtype=cu_seqlens.dtype).view(blocks, 1, block, 1)
+    first = attention_first_key(cu_seqlens, blocks * block, window, 2 if paired else 1).view_as(t)
+    s = t[:, :, :1] + torch.arange(-back * block, block, device=q.device, dtype=cu_seqlens.dtype)
+    scores = (cut(q, 0) @ band(k).mT * scale).masked_fill((s < first) | (s > t), -math.inf)
+    y = torch.softmax(scores, -1) @ band(v)
+    return y.transpose(1, 2).reshape(blocks * block, heads, H)[:length].reshape(T, N, H).to(q.dtype)
+
+
+@jit
+def _attention_bounds_kernel(
+    cu_ptr, first_ptr, after_ptr, length, boundaries, window,
+    STREAMS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """first[t]: the first key that query t may look at. after[t]: one past the last query that may look at key t.
+    Every boundary is compared with every position, so empty documents and padding need no care."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = t - window
+    after = tl.minimum(t + window + 1, length)
+    for i in range(0, boundaries, CHUNK):
+        index = i + tl.arange(0, CHUNK)
+        bound = (tl.load(cu_ptr + index, mask=index < boundaries, other=0) * STREAMS)[None, :]
+        first = tl.maximum(first, tl.max(tl.where(bound <= t[:, None], bound, 0), 1))
+        after = tl.minimum(after, tl.min(tl.where(bound > t[:, None], bound, length), 1))
+    tl.store(first_ptr + t, first, mask=t < length)
+    tl.store(after_ptr + t, after, mask=t < length)
+
+
+@jit
+def _attention_forward_kernel(
+    q_desc, k_desc, v_desc, y_desc, lse_ptr, first_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, RUNNING_MAX: tl.constexpr,
+):
+    """One tile of queries of one head. Writes y and lse (base 2, of the scaled logits)."""
+    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
+    t = t0 + tl.arange(0, BLOCK_T)
+    q = q_desc.load([t0, head * H])
+    first = tl.load(first_ptr + t, mask=t < length, other=0)
+    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
+    all_see = tl.load(first_ptr + end - 1)  # keys from here to t0 are allowed to the whole tile
+    scale *= 1.4426950408889634  # log2(e): exponentials are powers of two
+    # Finite, so that a row none of whose keys has come yet gives exp2(-inf - finite) = 0 rather than NaN.
+    largest = tl.full((BLOCK_T,), -1e30 if RUNNING_MAX else 0.0, tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    y = tl.zeros((BLOCK_T, H), tl.float32)
+    for s0 in range(begin, end, BLOCK_S):
+        logit = tl.dot(q, k_desc.load([s0, head * H]).T, input_precision="ieee")
+        if MASK_ALL | (s0 < all_see) | (s0 + BLOCK_S > t0):
+            s = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            logit = tl.where((s >= first[:, None]) & (s <= t[:, None]), logit, float("-inf"))
+        if RUNNING_MAX:
+            larger = tl.maximum(largest, tl.max(logit, 1) * scale)
+            p = tl.exp2(logit * scale - larger[:, None])
+            shrink = tl.exp2(largest - larger)
+            largest, total, y = larger, total * shrink, y * shrink[:, None]
+        else:
+            p = tl.exp2(logit * scale)
+        total += tl.sum(p, 1)
+        v = v_desc.load([s0, head * H])
+        y = tl.dot(p.to(v.dtype), v, y, input_precision="ieee")
+    y_desc.store([t0, head * H], (y / total[:, None]).to(y_desc.dtype))
+    tl.store(lse_ptr + head * length + t, largest + tl.log2(total), mask=t < length)
+
+
+@jit
+def _attention_dq_kernel(
+    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr,
+):
+    """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below."""
+    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
+    t = t0 + tl.arange(0, BLOCK_T)
+    q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
+    delta = tl.sum(y_desc.load([t0, head * H]).to(tl.float32) * dy.to(tl.float32), 1)
+    tl.store(delta_ptr + head * length + t, delta, mask=t < length)
+    lse = tl.load(lse_ptr + head * length + t, mask=t < length, other=0.0)
+    first = tl.load(first_ptr + t, mask=t < length, other=2147483647)
+    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
+    all_see = tl.load(first_ptr + end - 1)
+    dq = tl.zeros((BLOCK_T, H), tl.float32)
+    for s0 in range(begin, end, BLOCK_S):
+        k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
+        logit = tl.dot(q, k.T, input_precision="ieee")
+        dp = tl.dot(dy, v.T, input_precision="ieee")
+        p = tl.exp2(logit * (scale * 1.4426950408889634) - lse[:, None])
+        if MASK_ALL | (s0 < all_see) | (s0 + BLOCK_S > t0):
+            s = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            p = tl.where((s >= first[:, None]) & (s <= t[:, None]), p, 0.0)
+        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
+    dq_desc.store([t0, head * H], (dq * scale).to(dq_desc.dtype))
+
+
+@jit
+def _attention_dkv_kernel(
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, first_ptr, after_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr,
+):
+    """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
+    takes its left operand from registers or from the resident tile."""
+    head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
+    s = (s0 + tl.arange(0, BLOCK_S))[:, None]
+    k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
+    begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
+    all_seen = tl.load(after_ptr + s0)  # queries from s0 + BLOCK_S to here may look at the whole tile
+    dk = tl.zeros((BLOCK_S, H), tl.float32)
+    dv = tl.zeros((BLOCK_S, H), tl.float32)
+    for t0 in range(begin, end, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
+        lse = tl.load(lse_ptr + head * length + t, mask=t < length, other=0.0)
+        delta = tl.load(delta_ptr + head * length + t, mask=t < length, other=0.0)
+        first = tl.load(first_ptr + t, mask=t < length, other=2147483647)
+        p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * (scale * 1.4426950408889634) - lse[None, :])
+        if MASK_ALL | (t0 < s0 + BLOCK_S) | (t0 + BLOCK_T > all_seen):
+            p = tl.where((s >= first[None, :]) & (s <= t[None, :]), p, 0.0)
+        dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
+        dp = tl.dot(v, dy.T, input_precision="ieee")
+        dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
+    dk_desc.store([s0, head * H], (dk * scale).to(dk_desc.dtype))
+    dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
+
+
+# (queries, keys, warps, pipeline stages) by kernel.
+ATTENTION_TILES = {
+    "hopper": {"forward": (128, 64, 8, 2), "dq": (128, 64, 8, 2), "dkv": (64, 128, 8, 2)},
+    "other": {"forward": (64, 32, 4, 2), "dq": (64, 32, 4, 2), "dkv": (32, 64, 4, 2)},
+}
+
+
+def _attention_stream(x, streams):
+    """(T, N, H) as the matrix (stream positions, heads of the stream * H): a view where the strides and the copy
+    engine's 16-byte rule allow it, else a copy."""
+    x = x.reshape(x.shape[0] * streams, -1)
+    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _attention_launch(kernel, grid, tile, matrices, arrays, H, length, scale, **constexprs):
+    """`matrices`: (matrix, rows of its tile) pairs, which become the kernel's descriptors in order."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    BLOCK_T, BLOCK_S, warps, stages = tile
+    descriptors = [TensorDescriptor(x, x.shape, x.stride(), [rows, H]) for x, rows in matrices]
+    kernel[grid](*descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, MASK_ALL=True,
+                 num_warps=warps, num_stages=stages, **constexprs)
+
+
+def attention_forward(q, k, v, cu_seqlens, window, scale, paired, tiles=None):
+    """y (T, N, H), and what the backward pass wants: lse (heads, L) and bounds (2, L) of the stream's positions."""
+    T, N, H = q.shape
+    streams = 2 if paired else 1
+    length, heads = T * streams, N // streams
+    tiles = tiles or _attention_tiles(q)
+    y = q.new_empty(T, N, H)
+    lse = torch.empty(heads, length, device=q.device, dtype=torch.float32)
+    bounds = torch.empty(2, length, device=q.device, dtype=torch.int32)
+    _attention_bounds_kernel[(triton.cdiv(length, 128),)](
+        cu_seqlens, bounds[0], bounds[1], length, cu_seqlens.numel(), window, STREAMS=streams, BLOCK=128, CHUNK=64)
+    rows_t, rows_s, *_ = tile = tiles["forward"]
+    q, k, v, out = (_attention_stream(x, streams) for x in (q, k, v, y))
+    _attention_launch(_attention_forward_kernel, (heads, triton.cdiv(length, rows_t)), tile,
+                      [(q, rows_t), (k, rows_s), (v, rows_s), (out, rows_t)], [lse, bounds[0]], H, length, scale,
+                      RUNNING_MAX=True)
+    return y, lse, bounds
+
+
+def attention_backward(dy, q, k, v, y, lse, bounds, scale, paired, tiles=None):
+    """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
+    T, N, H = q.shape
+    streams = 2 if paired else 1
+    length, heads = T * streams, N // streams
+    tiles = tiles or _attention_tiles(q)
+    grads = [x.new_empty(T, N, H) for x in (q, k, v)]
+    delta = torch.empty_like(lse)
+    q, k, v, y, dy, dq, dk, dv = (_attention_stream(x, streams) for x in (q, k, v, y, dy, *grads))
+    rows_t, rows_s, *_ = tile = tiles["dq"]
+    _attention_launch(_attention_dq_kernel, (heads, triton.cdiv(length, rows_t)), tile,
+                      [(q, rows_t), (k, rows_s), (v, rows_s), (y, rows_t), (dy, rows_t), (dq, rows_t)],
+                      [lse, delta, bounds[0]], H, length, scale)
+    rows_t, rows_s, *_ = tile = tiles["dkv"]
+    _attention_launch(_attention_dkv_kernel, (heads, triton.cdiv(length, rows_s)), tile,
+                      [(q, rows_t), (k, rows_s), (v, rows_s), (dy, rows_t), (dk, rows_s), (dv, rows_s)],
+                      [lse, delta, bounds[0], bounds[1]], H, length, scale)
+    return grads
+
+
+def _attention_tiles(q):
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    return ATTENTION_TILES["hopper" if hopper and q.shape[2] <= 128 and q.element_size() == 2 else "other"]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired):
+        y, lse, bounds = attention_forward(q, k, v, cu_seqlens, window, scale, paired)
+        ctx.save_for_backward(q, k, v, y, lse, bounds)
+        ctx.scale, ctx.paired = scale, paired
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired), None, None, None, None
+
+
+def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False):
+    """Causal attention inside packed documents, each query over itself and at most `window` keys before it."""
+    if use_kernel(q, k, v):
+        return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired)
+    return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+
+
+# ---- matrix ----
+"""Matrix products of the optimizer and the MLP: symmetric products, Polar Express, FP8 quantization, linear + relu^2.
+
+Shape letters: B matrices in a bank, R rows, C columns, T packed tokens, D model dim, F mlp dim.
+"""
+
+
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+
+# --- what the launches below share ---------------------------------------------------------------------------------
+
+
+@lru_cache
+def matrix_card(device: torch.device) -> tuple[str, int]:
+    """("large" or "small", multiprocessors): a large card (Hopper, B200) lends a block over 200 KB of shared memory."""
+    if device.type != "cuda":
+        return "large", 2  # interpreted: two programs walk all tiles
+    card = torch.cuda.get_device_properties(device)
+    return "large" if card.shared_memory_per_block_optin > 200 << 10 else "small", card.multi_processor_count
+
+
+def aligned_empty(like: torch.Tensor, *shape: int, dtype: torch.dtype = None) -> torch.Tensor:
+    """Uninitialised, on `like`'s device; every row starts at a 16-byte boundary, as the copy engine wants it."""
+    dtype = dtype or like.dtype
+    return like.new_empty((*shape[:-1], shape[-1] + -shape[-1] % (16 // dtype.itemsize)), dtype=dtype)[..., :shape[-1]]
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself where its rows are dense and start at 16-byte boundaries, else such a copy of it."""
+    unit = 16 // x.element_size()
+    *outer, inner = x.stride()
+    if inner == 1 and x.storage_offset() % unit == 0 and all(s and s % unit == 0 for s in outer):
+        return x
+    return aligned_empty(x, *x.shape).copy_(x)
+
+
+# --- symmetric products: one triangle of tiles computed, the other mirrored ----------------------------------------
+
+SYMMETRIC_TILES = {  # card: launch; not yet swept on a GPU
+    "large": dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
+    "small": dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3),
+}
+
+
+def xxt_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+    return x_BRC @ x_BRC.mT
+
+
+def xtx_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+    return x_BRC.mT @ x_BRC
+
+
+def ba_plus_caa_reference(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> torch.Tensor:
+    """beta A + alpha A A^T + diagonal I, summed in fp32 or better and rounded once."""
+    a = a_BRR.to(torch.promote_types(a_BRR.dtype, torch.float32))
+    out = beta * a + alpha * (a @ a.mT)
+    out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return out.to(a_BRR.dtype)
+
+
+@jit
+def symmetric_kernel(x_desc, base_desc, out_desc, base, base_bank, base_line, size, depth, alpha, beta, diagonal,
+                     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TALL: tl.constexpr, HAS_BASE: tl.constexpr,
+                     NORMALIZE: tl.constexpr, SIZE_POW2: tl.constexpr):
+    """One BLOCK x BLOCK tile of X X^T (TALL: X^T X), written to its place and, transposed, to the mirrored place.
+
+    size: rows of the result; depth: length of the inner products; base, base_bank, base_line: base_desc's memory.
+    HAS_BASE: alpha X X^T + beta base + diagonal I. NORMALIZE: the matrix that turns a raw X into the first iterate of
+    X / norm, with base = X X^T: its trace is norm^2, so no pass over X goes into finding the norm or dividing by it.
+    """
+    pair, batch = tl.program_id(0), tl.program_id(1)
+    i = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)  # pair = i (i + 1) / 2 + j with j <= i
+    i = tl.where(i * (i + 1) // 2 > pair, i - 1, i)  # the square root is only approximate
+    i = tl.where((i + 1) * (i + 2) // 2 <= pair, i + 1, i)
+    row, col = i * BLOCK, (pair - i * (i + 1) // 2) * BLOCK
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K):
+        if TALL:
+            left = x_desc.load([batch, k, row]).reshape(BLOCK_K, BLOCK).T
+            right = x_desc.load([batch, k, col]).reshape(BLOCK_K, BLOCK)
+        else:
+            left = x_desc.load([batch, row, k]).reshape(BLOCK, BLOCK_K)
+            right = x_desc.load([batch, col, k]).reshape(BLOCK, BLOCK_K).T
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    if HAS_BASE:
+        if NORMALIZE:
+            step = tl.arange(0, SIZE_POW2)
+            trace_at = base + batch.to(tl.int64) * base_bank + step * (base_line + 1)
+            square = tl.sum(tl.load(trace_at, mask=step < size, other=0.0).to(tl.float32))
+            inverse = 1.0 / (1.02 * tl.sqrt(square) + 1e-6)
+            diagonal *= inverse
+            beta *= inverse * inverse * inverse
+            alpha *= inverse * inverse * inverse * inverse * inverse
+        acc = alpha * acc + beta * base_desc.load([batch, row, col]).reshape(BLOCK, BLOCK).to(tl.float32)
+        if row == col:
+            line = tl.arange(0, BLOCK)
+            acc += tl.where(line[:, None] == line[None, :], diagonal, 0.0)
+    tile = acc.to(out_desc.dtype)
+    out_desc.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
+    if row != col:
+        out_desc.store([batch, col, row], tile.T.reshape(1, BLOCK, BLOCK))
+
+
+def launch_symmetric(x, tall=False, base=None, alpha=1.0, beta=0.0, diagonal=0.0, normalize=False):
+    """X X^T or X^T X of one matrix or of each in a bank; the other arguments as in symmetric_kernel."""
+    require(x.ndim in (2, 3), f"a symmetric product takes a matrix or a bank of them, got shape {tuple(x.shape)}; "
+                              "flatten the leading dimensions")
+    if x.ndim == 2:
+        return launch_symmetric(x[None], tall, None if base is None else base[None], alpha, beta, diagonal,
+                                normalize)[0]
+    rows, columns = x.shape[-2:]
+    size, depth = (columns, rows) if tall else (rows, columns)
+    out = aligned_empty(x, len(x), size, size)
+    if out.numel() == 0 or depth == 0:
+        return out.zero_()
+    launch = SYMMETRIC_TILES[matrix_card(x.device)[0]]
+    block, block_k = launch["BLOCK"], launch["BLOCK_K"]
+    tiles = triton.cdiv(size, block)
+    base_BRR = out if base is None else aligned(base)
+    symmetric_kernel[tiles * (tiles + 1) // 2, len(x)](
+        TensorDescriptor.from_tensor(aligned(x), [1, block_k, block] if tall else [1, block, block_k]),
+        TensorDescriptor.from_tensor(base_BRR, [1, block, block]),
+        TensorDescriptor.from_tensor(out, [1, block, block]), base_BRR, *base_BRR.stride()[:2],
+        size, depth, alpha, beta, diagonal, TALL=tall, HAS_BASE=base is not None, NORMALIZE=normalize,
+        SIZE_POW2=triton.next_power_of_2(size), **launch)
+    return out
+
+
+def xxt(x_BRC: torch.Tensor) -> torch.Tensor:
+    """X X^T for every matrix of a bank.  Reference: xxt_reference.
+
+    In    x_BRC (B, R, C) or (R, C), floating point, any size and strides (copied only where rows are not aligned)
+    Out   (B, R, R) or (R, R) in x's dtype; summed in fp32, rounded once. Rows start at 16-byte boundaries, so where R
+          is no multiple of 8 the result is a view of something wider
+    Grad  none: for the optimizer
+    Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
+    """
+    if not use_kernel(x_BRC) or x_BRC.dtype == torch.float64:
+        return xxt_reference(x_BRC)
+    return launch_symmetric(x_BRC)
+
+
+def xtx(x_BRC: torch.Tensor) -> torch.Tensor:
+    """X^T X for every matrix of a bank, (B, C, C); otherwise as xxt.  Reference: xtx_reference."""
+    if not use_kernel(x_BRC) or x_BRC.dtype == torch.float64:
+        return xtx_reference(x_BRC)
+    return launch_symmetric(x_BRC, tall=True)
+
+
+def ba_plus_caa(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> torch.Tensor:
+    """beta A + alpha A A^T + diagonal I for every symmetric A of a bank.  Reference: ba_plus_caa_reference.
+
+    In    a_BRR (B, R, R) or (R, R), symmetric (of any other A the lower triangle of beta A would be mirrored), any R
+    Out   as A; summed in fp32, rounded once
+    Grad  none: for the optimizer
+    """
+    require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
+    if not use_kernel(a_BRR) or a_BRR.dtype == torch.float64:
+        return ba_plus_caa_reference(a_BRR, beta, alpha, diagonal)
+    return launch_symmetric(a_BRR, base=a_BRR, alpha=alpha, beta=beta, diagonal=diagonal)
+
+
+# --- Polar Express: the nearest orthogonal matrix by five odd polynomials ------------------------------------------
+# Amsel, Persson, Musco, Gower: "The Polar Express" (arXiv 2505.16932); Muon's use of such iterations: Keller Jordan.
+
+POLAR_EXPRESS = (  # (a, b, c) of X <- a X + b A X + c A A X with A = X X^T, one row an iteration
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+    """Every operation rounds to x's dtype; plain fp64 in fp64."""
+    tall = x_BRC.shape[-2] > x_BRC.shape[-1]
+    x = x_BRC / (1.02 * x_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    x = x if x.ndim == 3 else x[None]
+    for a, b, c in POLAR_EXPRESS:
+        gram = x.mT @ x if tall else x @ x.mT
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, step, beta=a) if tall else torch.baddbmm(x, step, x, beta=a)
+    return x.view(x_BRC.shape)
+
+
+def polar_express(x_BRC: torch.Tensor) -> torch.Tensor:
+    """The orthogonal factor of every matrix of a bank, approximately.  Reference: polar_express_reference.
+
+    In    x_BRC (B, R, C) or (R, C), floating point, any size; all zeros give zeros
+    Out   as x, all singular values near 1 (those far below the largest lag behind); x is left alone
+    Grad  none: for the optimizer
+    Why   three products an iteration and nothing else. a X is folded into the step matrix as a I, so X <- step X needs
+          no copy of X to add to; the norm comes from the first Gram matrix (see symmetric_kernel)
+    """
+    if not use_kernel(x_BRC) or x_BRC.dtype not in (torch.bfloat16, torch.float32):
+        return polar_express_reference(x_BRC)
+    tall = x_BRC.shape[-2] > x_BRC.shape[-1]
+    x = x_BRC
+    for iteration, (a, b, c) in enumerate(POLAR_EXPRESS):
+        gram = launch_symmetric(x, tall)
+        step = launch_symmetric(gram, False, gram, c, b, a, normalize=iteration == 0)
+        x = x @ step if tall else step @ x
+    return x
+
+
+# --- FP8 quantization, one scale a tensor --------------------------------------------------------------------------
+
+BANK_QUANTIZE_TILES = dict(BLOCK=4096, num_warps=8)  # not yet swept on a GPU
+
+
+class QuantizedWeight(NamedTuple):
+    """w = w8 * scale, nearly."""
+
+    w8: torch.Tensor  # (F, D) float8_e4m3fn, contiguous
+    scale: torch.Tensor  # one fp32 number at a 16-byte boundary: the FP8 products of cuBLAS refuse others
+
+
+def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale is max|x| / 448 rounded to bf16 (as the record's trainer stores it), never 0; so x / scale may slightly
+    pass 448 and is clamped. The quotient is rounded to x's dtype before the cast, as eager division does."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    peak = x.detach().abs().amax().float()
+    scale = torch.where(peak == 0, 1.0, (peak.clamp(min=1e-12) / limit).bfloat16().float())
+    quotient = (x.detach().float() / scale).to(x.dtype)
+    return quotient.clamp(-limit, limit).to(torch.float8_e4m3fn), scale
+
+
+@jit
+def quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexpr):
+    """peaks[b, p] = max |x| over the p-th share of tensor b."""
+    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    peak = tl.zeros((BLOCK,), tl.float32)
+    for start in range(part * share, tl.minimum((part + 1) * share, numel), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0)
+        peak = tl.maximum(peak, tl.abs(value.to(tl.float32)))
+    tl.store(peaks + batch * tl.num_programs(0) + part, tl.max(peak))
+
+
+@jit
+def quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """x8 = e4m3(x / scale) for the same share; every program finds its tensor's scale, the first one stores it."""
+    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    peak = tl.max(tl.load(peaks + batch * PARTS + tl.arange(0, PARTS)))
+    scale = tl.div_rn(tl.maximum(peak, 1e-12), 448.0).to(tl.bfloat16).to(tl.float32)
+    scale = tl.where(peak == 0.0, 1.0, scale)
+    if part == 0:
+        tl.store(cells + batch * 4, scale)
+    for start in range(part * share, tl.minimum((part + 1) * share, numel), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0)
+        quotient = tl.div_rn(value.to(tl.float32), scale).to(value.dtype).to(tl.float32)
+        quotient = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(x8 + batch * numel + at, quotient.to(x8.dtype.element_ty), mask=at < numel)
+
+
+def quantize_bank(w_BFD: torch.Tensor, w8_BFD: torch.Tensor, scales_B4: torch.Tensor) -> None:
+    """Quantize every matrix of a bank to e4m3, in place on w8 and scales.  Reference: quantize_reference, one by one.
+
+    In    w_BFD (B, ...) floating point, each w[b] contiguous; a strided choice of matrices, mlp_bank[:, 0], is fine
+    Out   w8_BFD (B, ...) float8_e4m3fn, contiguous; scales_B4 (B, 4) fp32, contiguous: w[b] ~ w8[b] * scales[b, 0]; a
+          scale has 16 bytes to itself because cuBLAS refuses scales at other addresses
+    Raises ValueError where shapes, dtypes or contiguity differ from that
+    """
+    require(w8_BFD.shape == w_BFD.shape and w8_BFD.dtype == torch.float8_e4m3fn and w8_BFD.is_contiguous(),
+            f"w8 must be contiguous float8_e4m3fn of w's shape {tuple(w_BFD.shape)}, got {w8_BFD.dtype} "
+            f"{tuple(w8_BFD.shape)}; allocate it with torch.empty(w.shape, dtype=torch.float8_e4m3fn)")
+    require(scales_B4.shape == (len(w_BFD), 4) and scales_B4.dtype == torch.float32 and scales_B4.is_contiguous(),
+            f"scales must be contiguous fp32 ({len(w_BFD)}, 4), 16 bytes for each matrix, got {scales_B4.dtype} "
+            f"{tuple(scales_B4.shape)}; allocate it with torch.empty")
+    require(len(w_BFD) == 0 or w_BFD[0].is_contiguous(),
+            f"each matrix must be contiguous, got strides {w_BFD.stride()}; pass w.contiguous()")
+    if w_BFD.numel() == 0:
+        return
+    if not use_kernel(w_BFD, w8_BFD, scales_B4) or w_BFD.dtype == torch.float64:
+        for w, w8, cell in zip(w_BFD, w8_BFD, scales_B4):
+            w8_new, cell[0] = quantize_reference(w)
+            w8.copy_(w8_new)
+        return
+    numel, block = w_BFD[0].numel(), BANK_QUANTIZE_TILES["BLOCK"]
+    parts = min(1024, triton.next_power_of_2(triton.cdiv(numel, 4 * block)))
+    share = triton.cdiv(numel, parts)
+    peaks = torch.empty((len(w_BFD), parts), dtype=torch.float32, device=w_BFD.device)
+    grid = parts, len(w_BFD)
+    quantize_peak_kernel[grid](w_BFD, peaks, w_BFD.stride(0), numel, share, **BANK_QUANTIZE_TILES)
+    quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share, PARTS=parts,
+                               **BANK_QUANTIZE_TILES)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x8, scale) with x ~ x8 * scale: x8 e4m3, contiguous, scale a 0-d fp32 tensor at a 16-byte boundary.
+
+    In    x floating point, any shape and strides (copied where not contiguous)
+    Grad  none: the result is detached.  Reference: quantize_reference
+    """
+    if not use_kernel(x) or x.dtype == torch.float64:
+        return quantize_reference(x)
+    x = x.detach().contiguous()
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    cells = torch.ones((1, 4), device=x.device)
+    quantize_bank(x[None], x8[None], cells)
+    return x8, cells[0, 0]
+
+
+# --- MLP: linear + relu^2, forward and backward --------------------------------------------------------------------
+
+MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor; not yet swept on a GPU
+    ("large", "fp8"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=128, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
+    ("large", "up"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=64, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
+    ("large", "dpre"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=64, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
+    ("small", "fp8"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=64, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
+    ("small", "up"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=32, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
+    ("small", "dpre"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=32, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
+}
+
+
+def mlp_reference(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
+                  fp8: QuantizedWeight | None = None) -> torch.Tensor:
+    """Every operation rounds to n's dtype. FP8 is emulated: the up product's value is that of the quantized operands,
+    its gradient that of the unquantized ones (straight-through)."""
+    pre_TF = n_TD @ w_fc_FD.mT
+    if fp8 is not None:
+        n8, n_scale = quantize_reference(n_TD)
+        exact = torch.promote_types(n_TD.dtype, torch.float32)
+        value = (n8.to(exact) @ fp8.w8.to(exact).mT * (n_scale * fp8.scale)).to(n_TD.dtype)
+        pre_TF = pre_TF - pre_TF.detach() + value
+    relu_TF = pre_TF.relu()
+    return (relu_TF * relu_TF) @ w_proj_FD
+
+
+@jit
+def mlp_kernel(left_desc, right_desc, post_desc, out_desc, left_scale, right_scale, T, F, D, BLOCK_T: tl.constexpr,
+               BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, BACKWARD: tl.constexpr,
+               FLATTEN: tl.constexpr):
+    """out (T, F) from the product left (T, D) right^T (F, D), each program walking every num_programs-th tile.
+
+    Forward: relu(product)^2, FP8 operands descaled first. BACKWARD: product * 2 sqrt(post), which is the gradient of
+    relu(pre)^2: post holds relu(pre) to half the relative error that storing relu(pre) itself would cost. Tiles leave
+    in two halves to halve the staging memory.
+    """
+    scale = tl.load(left_scale) * tl.load(right_scale) if FP8 else 1.0
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F), tl.num_programs(0),
+                         flatten=FLATTEN):
+        row, col = tile // tl.cdiv(F, BLOCK_F) * BLOCK_T, tile % tl.cdiv(F, BLOCK_F) * BLOCK_F
+        acc = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
+        for k in range(0, D, BLOCK_D):
+            acc = tl.dot(left_desc.load([row, k]), right_desc.load([col, k]).T, acc, input_precision="ieee")
+        halves = acc.reshape(BLOCK_T, 2, BLOCK_F // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            at = [row, col + half * (BLOCK_F // 2)]
+            if BACKWARD:
+                value = halves[half] * (2.0 * tl.sqrt(post_desc.load(at).to(tl.float32)))
+            else:
+                value = tl.maximum(halves[half] * scale, 0.0)
+                value *= value
+            out_desc.store(at, value.to(out_desc.dtype))
+
+
+def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
+    """relu(left right^T)^2, or with post the backward product, as mlp_kernel says; product: a key of MLP_TILES."""
+    card, processors = matrix_card(left_TD.device)
+    launch = dict(MLP_TILES[card, product])
+    (T, D), F = left_TD.shape, len(right_FD)
+    out_TF = aligned_empty(left_TD, T, F, dtype=dtype)
+    if T == 0:
+        return out_TF
+    block_t, block_f, block_d = launch["BLOCK_T"], launch["BLOCK_F"], launch["BLOCK_D"]
+    half = [block_t, block_f // 2]
+    programs = min(processors * launch.pop("WAVES"), triton.cdiv(T, block_t) * triton.cdiv(F, block_f))
+    mlp_kernel[programs,](
+        TensorDescriptor.from_tensor(aligned(left_TD), [block_t, block_d]),
+        TensorDescriptor.from_tensor(aligned(right_FD), [block_f, block_d]),
+        TensorDescriptor.from_tensor(out_TF if post_TF is None else aligned(post_TF), half),
+        TensorDescriptor.from_tensor(out_TF, half), *scales, T, F, D, FP8=product == "fp8",
+        BACKWARD=post_TF is not None, **launch)
+    return out_TF
+
+
+class MlpFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale):
+        if w8_FD is None:
+            post_TF = launch_mlp("up", n_TD, w_fc_FD)
+        else:
+            n8_TD, n_scale = quantize(n_TD)
+            post_TF = launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
+        ctx.save_for_backward(n_TD, w_fc_FD, w_proj_FD, post_TF)
+        return post_TF @ w_proj_FD
+
+    @staticmethod
+    def backward(ctx, g_TD):
+        n_TD, w_fc_FD, w_proj_FD, post_TF = ctx.saved_tensors
+        want_n, want_fc, want_proj = ctx.needs_input_grad[:3]
+        dw_proj_FD = post_TF.mT @ g_TD if want_proj else None
+        dpre_TF = launch_mlp("dpre", g_TD, w_proj_FD, post_TF) if want_n or want_fc else None
+        return (dpre_TF @ w_fc_FD if want_n else None, dpre_TF.mT @ n_TD if want_fc else None, dw_proj_FD, None, None)
+
+
+def mlp(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
+        fp8: QuantizedWeight | None = None) -> torch.Tensor:
+    """relu(n w_fc^T)^2 w_proj.  Reference: mlp_reference.
+
+    In    n_TD (T, D); w_fc_FD, w_proj_FD (F, D); one floating-point dtype, any T, D, F and strides. fp8: w_fc quantized
+          by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum
+    Out   (T, D) in n's dtype
+    Grad  to n, w_fc and w_proj, all from the unquantized operands (straight-through). Kept for it: n and
+          post = relu(pre)^2, nothing of pre (see mlp_kernel)
+    """
+    require(n_TD.ndim == w_fc_FD.ndim == 2 and w_fc_FD.shape == w_proj_FD.shape and n_TD.shape[1] == w_fc_FD.shape[1],
+            f"mlp takes n (T, D) and two weights (F, D), got {tuple(n_TD.shape)}, {tuple(w_fc_FD.shape)} and "
+            f"{tuple(w_proj_FD.shape)}; flatten n's leading dimensions and store w_proj as (F, D)")
+    require(n_TD.dtype == w_fc_FD.dtype == w_proj_FD.dtype, f"mlp takes operands of one dtype, got {n_TD.dtype}, "
+            f"{w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights' dtype")
+    require(fp8 is None or fp8.w8.shape == w_fc_FD.shape, "the quantized weight must have w_fc's shape "
+            f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
+    if not use_kernel(n_TD, w_fc_FD, w_proj_FD) or n_TD.dtype == torch.float64:
+        return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8)
+    return MlpFunction.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)))
+
+
+# ---- updates ----
+"""Optimizer updates: Adam, and NorMuon's momentum, variance normalization and weight update.
+
+Shape letters: B matrices in a bank, R rows, C columns. Every number that changes from step to step lives in device
+memory, so captured launches stay valid. Each update is one launch (variance normalization two), in place, with no
+atomics: the same inputs give the same bits.
+"""
+
+
+# Element counts a program; all of these stream memory. Not yet swept on a GPU.
+ADAM_TILES = dict(BLOCK=1024, num_warps=4)
+MOMENTUM_TILES = dict(BLOCK=2048, num_warps=4)
+VARIANCE_TILES = dict(LINES=16, DEPTH=256, num_warps=4)  # lines are reduced along their depth
+RESCALE_TILES = dict(BLOCK=4096, BLOCKS=8, num_warps=8)
+CAUTIOUS_TILES = dict(BLOCK=2048, num_warps=4)
+
+
+def exact_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """fp64 where any tensor is, else fp32: what the updates compute and keep their states in."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def require_in_place(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """A state that a kernel updates in place must be exactly what the kernel takes it for."""
+    require(tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(),
+            f"{name} must be contiguous {dtype} of shape {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}; allocate it so, it is updated in place")
+
+
+# --- Adam with cautious weight decay --------------------------------------------------------------------------------
+
+
+def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
+    beta1, beta2, step_size, eps, decay = hyper.unbind()
+    g, wide = g.to(exp_avg.dtype), p.to(exp_avg.dtype)
+    exp_avg.lerp_(g, 1 - beta1)
+    exp_avg_sq.lerp_(g * g, 1 - beta2)
+    update = exp_avg / (exp_avg_sq.sqrt() + eps) * step_size
+    p.copy_(wide - torch.where(update * wide > 0, update + decay * wide, update))
+
+
+@jit
+def adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < numel
+    beta1, beta2, step_size = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
+    eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
+    grad = tl.load(g + at, mask=keep).to(tl.float32)
+    wide = tl.load(p + at, mask=keep).to(tl.float32)
+    mean = beta1 * tl.load(exp_avg + at, mask=keep) + (1 - beta1) * grad
+    square = beta2 * tl.load(exp_avg_sq + at, mask=keep) + (1 - beta2) * grad * grad
+    tl.store(exp_avg + at, mean, mask=keep)
+    tl.store(exp_avg_sq + at, square, mask=keep)
+    update = mean / (tl.sqrt(square) + eps) * step_size
+    update = tl.where(update * wide > 0, update + decay * wide, update)
+    tl.store(p + at, (wide - update).to(p.dtype.element_ty), mask=keep)
+
+
+def adam_update_(p: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+                 hyper: torch.Tensor) -> None:
+    """One Adam step with cautious weight decay, in place.  Reference: adam_update_reference_.
+
+    In    p any shape and floating dtype, contiguous; g of p's shape, any floating dtype and strides; exp_avg and
+          exp_avg_sq of p's shape, fp32 (fp64 for fp64 p); hyper (5,) of the moments' dtype: beta1, beta2,
+          step_size = lr' sqrt(1 - beta2^n) / (1 - beta1^n), eps, decay = lr'^2 wd, with lr' = lr lr_mul, this being
+          update n
+    Out   p, exp_avg, exp_avg_sq updated. Decay acts only where it pulls the way the update does (update * p > 0;
+          Liang et al., "Cautious Optimizers", arXiv 2411.16085), and counts lr twice, as in the record
+    Raises ValueError for a state of other shape, dtype or layout
+    """
+    exact = exact_dtype(p)
+    require_in_place("p", p, p.shape, p.dtype)
+    require_in_place("exp_avg", exp_avg, p.shape, exact)
+    require_in_place("exp_avg_sq", exp_avg_sq, p.shape, exact)
+    require_in_place("hyper", hyper, torch.Size([5]), exact)
+    require(g.shape == p.shape, f"g must have p's shape {tuple(p.shape)}, got {tuple(g.shape)}; reshape it")
+    if not use_kernel(p, g, exp_avg, exp_avg_sq, hyper) or exact == torch.float64:
+        adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper)
+    elif p.numel():
+        grid = triton.cdiv(p.numel(), ADAM_TILES["BLOCK"]),
+        adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, p.numel(), **ADAM_TILES)
+
+
+# --- NorMuon: Nesterov momentum --------------------------------------------------------------------------------------
+# Muon: Keller Jordan et al.; its neuron-wise normalized form: Li et al., "NorMuon" (arXiv 2510.05491).
+
+
+def update_dtype(g: torch.Tensor) -> torch.dtype:
+    """bf16 for low-precision gradients, else the gradient's own."""
+    return g.dtype if g.dtype in (torch.float32, torch.float64) else torch.bfloat16
+
+
+def normuon_momentum_reference_(g, buf, momentum):
+    wide = g.to(buf.dtype)
+    buf.lerp_(wide, 1 - momentum)
+    return wide.lerp(buf, momentum).to(update_dtype(g))
+
+
+@jit
+def momentum_kernel(g, buf, momentum, x, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < numel
+    rate = tl.load(momentum)
+    grad = tl.load(g + at, mask=keep).to(tl.float32)
+    mean = tl.load(buf + at, mask=keep)
+    mean += (1 - rate) * (grad - mean)
+    tl.store(buf + at, mean, mask=keep)
+    tl.store(x + at, (grad + rate * (mean - grad)).to(x.dtype.element_ty), mask=keep)
+
+
+def normuon_momentum_(g: torch.Tensor, buf: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    """Nesterov momentum: buf <- buf + (1 - m)(g - buf), in place; returns X = g + m (buf - g).
+
+    Reference: normuon_momentum_reference_.
+    In    g any shape, floating dtype and strides; buf of g's shape, fp32 (fp64 for fp64 g), contiguous; momentum m, one
+          element of buf's dtype
+    Out   X of g's shape, contiguous, bf16 for 16-bit g, else g's dtype; g is left alone
+    Raises ValueError for a state of other shape, dtype or layout
+    """
+    exact = exact_dtype(g)
+    require_in_place("buf", buf, g.shape, exact)
+    require(momentum.numel() == 1 and momentum.dtype == exact, f"momentum must be one element of {exact}, got "
+            f"{momentum.dtype} {tuple(momentum.shape)}; pass torch.tensor(m, dtype={exact})")
+    if not use_kernel(g, buf, momentum) or exact == torch.float64:
+        return normuon_momentum_reference_(g, buf, momentum)
+    x = torch.empty(g.shape, dtype=update_dtype(g), device=g.device)
+    if g.numel():
+        grid = triton.cdiv(g.numel(), MOMENTUM_TILES["BLOCK"]),
+        momentum_kernel[grid](g.contiguous(), buf, momentum, x, g.numel(), **MOMENTUM_TILES)
+    return x
+
+
+# --- NorMuon: variance normalization ---------------------------------------------------------------------------------
+
+VARIANCE_FLOOR = 1e-10  # under the second moments and under the norm: zero gradients must stay zero
+
+
+def normalize_variance_reference_(x_BRC, v2, beta2):
+    dim = -1 if v2.shape[-1] == 1 else -2
+    wide = x_BRC.to(v2.dtype)
+    mean = wide.square().mean(dim, keepdim=True)
+    v2.lerp_(mean, 1 - beta2)
+    scale = v2.clamp(min=VARIANCE_FLOOR).rsqrt()
+    before, after = mean.sum((-2, -1), keepdim=True), (mean * scale * scale).sum((-2, -1), keepdim=True)
+    depth = x_BRC.shape[dim]
+    ratio = (depth * before).sqrt() / (depth * after).sqrt().clamp(min=VARIANCE_FLOOR)
+    x_BRC.mul_((scale * ratio).to(x_BRC.dtype))
+
+
+@jit
+def variance_kernel(x, v2, means, beta2, lines, depth, line_stride, depth_stride, LINES: tl.constexpr,
+                    DEPTH: tl.constexpr):
+    """Mean square of each line (a row or a column) of matrix program_id(1), merged into v2 and kept in means."""
+    batch = tl.program_id(1)
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    x += batch.to(tl.int64) * lines * depth
+    total = tl.zeros((LINES,), tl.float32)
+    for start in range(0, depth, DEPTH):
+        step = start + tl.arange(0, DEPTH)
+        keep = (line < lines)[:, None] & (step < depth)[None, :]
+        value = tl.load(x + line[:, None] * line_stride + step[None, :] * depth_stride, mask=keep, other=0.0)
+        value = value.to(tl.float32)
+        total += tl.sum(value * value, axis=1)
+    mean = total / depth
+    at = batch * lines + line
+    old = tl.load(v2 + at, mask=line < lines, other=0.0)
+    tl.store(v2 + at, old + (1 - tl.load(beta2)) * (mean - old), mask=line < lines)
+    tl.store(means + at, mean, mask=line < lines)
+
+
+@jit
+def rescale_kernel(x, v2, means, lines, depth, line_stride, floor, ALL_LINES: tl.constexpr, BLOCK: tl.constexpr,
+                   BLOCKS: tl.constexpr):
+    """x *= v2^-1/2 along each line, times what keeps the matrix's Frobenius norm; every program finds that itself."""
+    batch = tl.program_id(1)
+    x += batch.to(tl.int64) * lines * depth
+    v2 += batch * lines
+    line = tl.arange(0, ALL_LINES)
+    mean = tl.load(means + batch * lines + line, mask=line < lines, other=0.0)
+    second = tl.maximum(tl.load(v2 + line, mask=line < lines, other=1.0), floor)
+    before, after = tl.sum(mean), tl.sum(mean / second)
+    ratio = tl.sqrt(before * depth) / tl.maximum(tl.sqrt(after * depth), floor)
+    for block in range(BLOCKS):
+        at = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        keep = at < lines * depth
+        second = tl.load(v2 + at // line_stride % lines, mask=keep, other=1.0)
+        factor = (tl.rsqrt(tl.maximum(second, floor)) * ratio).to(x.dtype.element_ty).to(tl.float32)
+        value = tl.load(x + at, mask=keep).to(tl.float32) * factor
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=keep)
+
+
+def normalize_variance_(x_BRC: torch.Tensor, v2: torch.Tensor, beta2: torch.Tensor) -> None:
+    """Divide every row or column of each matrix by its running root mean square, keeping each matrix's norm; in place.
+
+    Reference: normalize_variance_reference_.
+    In    x_BRC (B, R, C) floating point, contiguous; v2 (B, R, 1) for rows or (B, 1, C) for columns: running mean
+          squares, fp32 (fp64 for fp64 x), contiguous; beta2 one element of v2's dtype
+    Out   v2 <- v2 + (1 - beta2)(mean square - v2), then x scaled by v2^-1/2 and a number a matrix; the scale is rounded
+          to x's dtype
+    Raises ValueError for other shapes, dtypes or layouts
+    """
+    exact = exact_dtype(x_BRC)
+    B, R, C = x_BRC.shape
+    require_in_place("x", x_BRC, x_BRC.shape, x_BRC.dtype)
+    require(v2.shape in ((B, R, 1), (B, 1, C)), f"v2 must be (B, R, 1) or (B, 1, C) for x {tuple(x_BRC.shape)}, got "
+            f"{tuple(v2.shape)}; reduce over the shorter dimension")
+    require_in_place("v2", v2, v2.shape, exact)
+    require(beta2.numel() == 1 and beta2.dtype == exact, f"beta2 must be one element of {exact}, got {beta2.dtype} "
+            f"{tuple(beta2.shape)}; pass torch.tensor(beta2, dtype={exact})")
+    if not use_kernel(x_BRC, v2, beta2) or exact == torch.float64:
+        normalize_variance_reference_(x_BRC, v2, beta2)
+    elif x_BRC.numel():
+        by_row = v2.shape[-1] == 1
+        lines, depth, line_stride, depth_stride = (R, C, C, 1) if by_row else (C, R, 1, C)
+        means = torch.empty_like(v2)
+        grid = triton.cdiv(lines, VARIANCE_TILES["LINES"]), B
+        variance_kernel[grid](x_BRC, v2, means, beta2, lines, depth, line_stride, depth_stride, **VARIANCE_TILES)
+        grid = triton.cdiv(R * C, RESCALE_TILES["BLOCK"] * RESCALE_TILES["BLOCKS"]), B
+        rescale_kernel[grid](x_BRC, v2, means, lines, depth, line_stride, VARIANCE_FLOOR,
+                             ALL_LINES=triton.next_power_of_2(lines), **RESCALE_TILES)
+
+
+# --- NorMuon: cautious update of split weights -----------------------------------------------------------------------
+
+
+def cautious_update_reference_(p_BRC, low, x, lr_B, wd):
+    if low is None:
+        wide = p_BRC.to(lr_B.dtype)
+    else:  # an fp32 weight is stored as its upper 16 bits, which are a bf16 number, and its lower 16 bits
+        bits = p_BRC.view(torch.int16).int().bitwise_left_shift_(16).bitwise_or_(low.int())
+        wide = bits.view(torch.float32)
+    x, lr = x.to(wide.dtype), lr_B.view(-1, 1, 1)
+    decay = torch.where(x * wide >= 0, wide, 0.0) * wd * lr
+    wide = wide - decay - x * lr
+    if low is None:
+        p_BRC.copy_(wide)
+    else:
+        bits = wide.view(torch.int32)
+        low.view(torch.int16).copy_(bits)  # both casts keep the lowest 16 bits
+        p_BRC.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+@jit
+def cautious_kernel(p, low, x, lr, wd, numel, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Element by element, one rounding an operation: launch with enable_fp_fusion=False."""
+    batch = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < numel
+    start = batch.to(tl.int64) * numel
+    rate, pull = tl.load(lr + batch), tl.load(wd)
+    update = tl.load(x + start + at, mask=keep).to(tl.float32)
+    if SPLIT:
+        bits = tl.load(p + start + at, mask=keep).to(tl.uint32) << 16
+        wide = (bits | tl.load(low + start + at, mask=keep).to(tl.uint32)).to(tl.float32, bitcast=True)
+    else:
+        wide = tl.load(p + start + at, mask=keep).to(tl.float32)
+    wide = wide - tl.where(update * wide >= 0, wide, 0.0) * pull * rate - update * rate
+    if SPLIT:
+        bits = wide.to(tl.uint32, bitcast=True)
+        tl.store(p + start + at, (bits >> 16).to(tl.uint16), mask=keep)
+        tl.store(low + start + at, bits.to(tl.uint16), mask=keep)
+    else:
+        tl.store(p + start + at, wide.to(p.dtype.element_ty), mask=keep)
+
+
+def cautious_update_(p_BRC: torch.Tensor, low: torch.Tensor | None, x: torch.Tensor, lr_B: torch.Tensor,
+                     wd: torch.Tensor) -> None:
+    """p <- p - lr x, with weight decay wd lr p where x p >= 0; in place.  Reference: cautious_update_reference_.
+
+    In    p_BRC (B, R, C) contiguous. bf16: low (B, R, C) uint16 carries 16 further mantissa bits of every weight, so
+          that p and low together are an fp32 number, updated as such, bit for bit as the reference does; fp32, fp64:
+          low is None. x of p's shape, floating point, any strides; lr_B (B,) effective learning rates, a matrix each,
+          and wd one element (weight decay times learning rate), fp32 (fp64 for fp64 p)
+    Out   p and low updated. p is the upper half of the fp32 number, truncated, not rounded
+    Raises ValueError for other shapes, dtypes or layouts
+    """
+    exact = exact_dtype(p_BRC)
+    require_in_place("p", p_BRC, p_BRC.shape, p_BRC.dtype)
+    require((low is None) == (p_BRC.dtype != torch.bfloat16), f"low carries the mantissa bits that bf16 lacks, got "
+            f"{'none' if low is None else low.dtype} for {p_BRC.dtype}; pass it for bf16 only")
+    if low is not None:
+        require_in_place("low", low, p_BRC.shape, torch.uint16)
+    require_in_place("lr", lr_B, p_BRC.shape[:1], exact)
+    require(wd.numel() == 1 and wd.dtype == exact, f"wd must be one element of {exact}, got {wd.dtype} "
+            f"{tuple(wd.shape)}; pass torch.tensor(wd, dtype={exact})")
+    require(x.shape == p_BRC.shape, f"x must have p's shape {tuple(p_BRC.shape)}, got {tuple(x.shape)}; reshape it")
+    if not use_kernel(p_BRC, x, lr_B, wd) or exact == torch.float64:
+        cautious_update_reference_(p_BRC, low, x, lr_B, wd)
+    elif p_BRC.numel():
+        numel, split = p_BRC[0].numel(), low is not None
+        grid = triton.cdiv(numel, CAUTIOUS_TILES["BLOCK"]), len(p_BRC)
+        p = p_BRC.view(torch.uint16) if split else p_BRC
+        cautious_kernel[grid](p, low, x.contiguous(), lr_B, wd, numel, SPLIT=split, enable_fp_fusion=False,
+                              **CAUTIOUS_TILES)
+
+
+# ---- head ----
+"""LM head: softcapped multi-token cross-entropy in FP8 or in the inputs' dtype, evaluation loss, transposes.
+
+Shape letters: T packed tokens, D model dim, V vocabulary, K multi-token weights.
+"""
+
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+# z = CAP * sigmoid((logit + SHIFT) / STRETCH), so 0 < z < CAP: the log-sum-exp needs no running maximum.
+CAP, SHIFT, STRETCH = 23.0, 5.0, 7.5
+LOG2E = 1.4426950408889634
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+# Magnitudes that FP8's 448 stands for: activations, weights, and the logit gradient of a loss with gradient 1.
+X_RANGE, W_RANGE, G_RANGE = 100.0, 1.6, 0.75
+X_SCALE, W_SCALE, G_SCALE = X_RANGE / E4M3_MAX, W_RANGE / E4M3_MAX, G_RANGE / E4M3_MAX
+HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time: 1.65 GB in bf16; a multiple of every row tile
+
+# Launch constants. PRODUCT: keyed by bytes of one operand element (the depth of a tile is 128 bytes).
+HEAD_PRODUCT_TILES = {1: dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, num_warps=4, num_stages=3),
+                      2: dict(ROWS=128, COLS=128, DEPTH=64, GROUP=16, num_warps=4, num_stages=3),
+                      4: dict(ROWS=64, COLS=64, DEPTH=32, GROUP=16, num_warps=4, num_stages=2)}
+HEAD_GRADIENT_TILES = dict(ROWS=128, COLS=128, GROUP=16, num_warps=8)
+HEAD_LOSS_TILES = dict(ROWS=32, TILES=128, num_warps=4)
+QUANTIZE_TILES = dict(ROWS=64, COLS=128, num_warps=4)
+TRANSPOSE_TILES = dict(ROWS=64, COLS=64, num_warps=4)
+
+
+class QuantizedHead(NamedTuple):
+    """lm_head in e4m3, times 1 / W_SCALE, in the two layouts that FP8 products read (contraction dim contiguous)."""
+    w8_DV: torch.Tensor
+    w8_VD: torch.Tensor
+
+
+# --- references ---------------------------------------------------------------------------------------------------
+
+def _fake_fp8(x, scale, dtype):
+    """x rounded to the FP8 grid of the given scale, in x's dtype."""
+    limit = torch.finfo(dtype).max
+    return (x / scale).clamp(-limit, limit).to(dtype).to(x.dtype) * scale
+
+
+def _softcap(x_TD, w_DV):
+    """sigmoid((logit + SHIFT) / STRETCH) in fp32 (fp64 for fp64)."""
+    return torch.sigmoid((x_TD @ w_DV + SHIFT) / STRETCH)
+
+
+def _wanted(targets, mtp_weights, start, stop, vocab):
+    """(stop - start, V): the weight that each row's targets put on each column, summed where targets repeat."""
+    wanted_TV = mtp_weights.new_zeros(stop - start, vocab)
+    for k, weight in enumerate(mtp_weights):
+        target = targets[start + k:stop + k]  # short in the last rows: targets past the end are dropped
+        valid = target >= 0
+        rows = torch.arange(len(target), device=targets.device)
+        wanted_TV[rows, target.clamp(min=0)] += weight * valid
+    return wanted_TV
+
+
+class _HeadLossReference(torch.autograd.Function):
+    """Chunked over rows; the backward pass computes a chunk's logits again instead of keeping them."""
+
+    @staticmethod
+    def operands(x, lm_head, fp8, quantized):
+        """x and lm_head in the inner dtype (fp32, or fp64), on the FP8 grid where asked."""
+        inner = torch.promote_types(x.dtype, torch.float32)
+        x, w = x.to(inner), lm_head.to(inner)
+        if quantized is not None:
+            return _fake_fp8(x, X_SCALE, torch.float8_e4m3fn), quantized.w8_DV.to(inner) * W_SCALE
+        return (_fake_fp8(x, X_SCALE, torch.float8_e4m3fn), _fake_fp8(w, W_SCALE, torch.float8_e4m3fn)) if fp8 else (x, w)
+
+    @staticmethod
+    def forward(ctx, x, lm_head, targets, mtp_weights, fp8, quantized, chunk):
+        ctx.save_for_backward(x, lm_head, targets, mtp_weights)
+        ctx.fp8, ctx.quantized, ctx.chunk = fp8, quantized, chunk
+        x_TD, w_DV = _HeadLossReference.operands(x, lm_head, fp8, quantized)
+        losses = []
+        for start in range(0, len(x), chunk):
+            sigma = _softcap(x_TD[start:start + chunk], w_DV).to(x.dtype).to(x_TD.dtype)
+            wanted = _wanted(targets, mtp_weights.to(x_TD.dtype), start, start + len(sigma), w_DV.shape[1])
+            lse = torch.logsumexp(CAP * sigma, dim=1)
+            losses.append((wanted * (lse[:, None] - CAP * sigma)).sum(1))
+        return torch.cat(losses)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_T):
+        x, lm_head, targets, mtp_weights = ctx.saved_tensors
+        x_TD, w_DV = _HeadLossReference.operands(x, lm_head, ctx.fp8, ctx.quantized)
+        inner, top = x_TD.dtype, grad_T.abs().amax()
+        share_T1 = (grad_T / torch.where(top > 0, top, 1)).to(inner)[:, None]
+        dx, dw = torch.empty_like(x_TD), torch.zeros_like(w_DV)
+        for start in range(0, len(x), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            sigma = _softcap(x_TD[rows], w_DV).to(x.dtype).to(inner)
+            wanted = _wanted(targets, mtp_weights.to(inner), start, start + len(sigma), w_DV.shape[1])
+            # The softmax keeps the full sum of weights also where a target is missing, as the v3 record's loss does.
+            g = (mtp_weights.sum() * torch.softmax(CAP * sigma, 1) - wanted) * (sigma - sigma.square()) * (CAP / STRETCH)
+            g = _fake_fp8(g, G_SCALE, torch.float8_e5m2) if ctx.fp8 else g.to(x.dtype).to(inner)
+            dx[rows] = (g @ w_DV.T).to(x.dtype) * share_T1[rows] * top
+            x_share = x[rows].to(inner) * share_T1[rows]
+            x_share = _fake_fp8(x_share, X_SCALE, torch.float8_e4m3fn) if ctx.fp8 else x_share.to(x.dtype).to(inner)
+            dw += x_share.T @ g
+        return dx.to(x.dtype), (dw * top).to(lm_head.dtype), None, None, None, None, None
+
+
+def head_loss_reference(x, lm_head, targets, mtp_weights, *, fp8, quantized=None, chunk=1024):
+    """What head_loss computes, in eager torch on any device up to fp64; FP8 is emulated by rounding to its grid."""
+    return _HeadLossReference.apply(x, lm_head, targets, mtp_weights, fp8, quantized if fp8 else None, chunk)
+
+
+def head_cross_entropy_reference(x, lm_head, targets, chunk=1024):
+    """What head_cross_entropy computes, in eager torch on any device up to fp64."""
+    inner = torch.promote_types(x.dtype, torch.float32)
+    losses = []
+    for rows, target in zip(x.split(chunk), targets.split(chunk)):
+        z = CAP * torch.sigmoid(((rows @ lm_head).to(inner) + SHIFT) / STRETCH)
+        losses.append(torch.nn.functional.cross_entropy(z, target.clamp(min=0), reduction="none") * (target >= 0))
+    return torch.cat(losses)
+
+
+def transpose_copy_reference(src, dst):
+    dst.copy_(src.T)
+
+
+def transpose_add_reference(src, dst):
+    dst.add_(src.T)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+@jit
+def _head_tile(pid, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile; GROUP row tiles walk the columns together, so what they share stays in L2."""
+    first = pid // (GROUP * col_tiles) * GROUP
+    height = min(row_tiles - first, GROUP)
+    return first + pid % (GROUP * col_tiles) % height, pid % (GROUP * col_tiles) // height
+
+
+@jit
+def _to_fp8(x, LIMIT: tl.constexpr):
+    """Saturating cast (NaN stays NaN) of fp32 to e4m3 or e5m2, told apart by their largest values."""
+    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(tl.float8e4nv if LIMIT == 448.0 else tl.float8e5)
+
+
+@jit
+def _half_tanh(x, HARDWARE: tl.constexpr):
+    """sigmoid(2x) = (1 + tanh x) / 2 from one special-function instruction (error 2^-12, bf16 rounds at 2^-9)."""
+    if HARDWARE:
+        x = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return 0.5 * x + 0.5
+    return tl.sigmoid(2 * x)
+
+
+@jit
+def _exp2(x, HARDWARE: tl.constexpr):
+    """2^x for arguments that are never denormal results, without the compiler's guard for those."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                         pack=1)
+    return tl.exp2(x)
+
+
+@jit
+def _to_bf16(x, HARDWARE: tl.constexpr):
+    """fp32 to bf16 two at a time; one at a time the conversion would queue with the special functions."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16,
+                                         is_pure=True, pack=2)
+    return x.to(tl.bfloat16)
+
+
+@jit
+def _head_product_tile(pid, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
+                       W_IS_VD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+                       GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    tile_t, tile_v = _head_tile(pid, tl.cdiv(T, ROWS), tl.cdiv(V, COLS), GROUP)
+    t0, v0 = tile_t * ROWS, tile_v * COLS
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for d in range(0, D, DEPTH):
+        x = x_desc.load([t0, d])
+        if W_IS_VD:
+            w = w_desc.load([v0, d]).T
+        else:
+            w = w_desc.load([d, v0])
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    half = 0.5 / STRETCH
+    sigma = _half_tanh(acc * (logit_scale * half) + SHIFT * half, HARDWARE)
+    if sigma_desc.dtype == tl.bfloat16:
+        sigma = _to_bf16(sigma, HARDWARE)
+    else:
+        sigma = sigma.to(sigma_desc.dtype)
+    sigma_desc.store([t0, v0], sigma)
+    # z and the sum see sigma as it is stored, so that the probabilities of the gradient sum to one.
+    mass = _exp2(sigma.to(tl.float32) * LOG2_CAP - LOG2_CAP, HARDWARE)
+    mass = tl.where(v0 + tl.arange(0, COLS)[None, :] < V, mass, 0.0)
+    t = t0 + tl.arange(0, ROWS)
+    tl.store(sums_ptr + tile_v * T + t, tl.sum(mass, 1), mask=t < T)
+
+
+@jit
+def _head_product_kernel(x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
+                         W_IS_VD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+                         GROUP: tl.constexpr, PERSISTENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Tiles of sigma = sigmoid((x w + SHIFT) / STRETCH), and each row's sum of exp(z - CAP) over a tile's columns."""
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * tl.cdiv(V, COLS), tl.num_programs(0), flatten=True):
+            _head_product_tile(tile, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
+                               W_IS_VD, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+    else:
+        _head_product_tile(tl.program_id(0), x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
+                           W_IS_VD, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+
+
+@jit
+def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, lse_ptr, loss_ptr, wanted_ptr, T, V, tiles, left,
+                      n_weights, unit, CAP, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """lse, multi-token loss and unit * d loss / d logit at the targets, (n_weights, T), for T rows; `left` rows remain
+    in the sequence from the first of them on."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((TILES, ROWS), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        total += tl.load(sums_ptr + tile[:, None] * T + t[None, :], mask=(tile[:, None] < tiles) & (t[None, :] < T),
+                         other=0.0)
+    lse = CAP + tl.log(tl.sum(total, 0))
+    tl.store(lse_ptr + t, lse, mask=t < T)
+    weight_sum = 0.0
+    for k in range(n_weights):
+        weight_sum += tl.load(weights_ptr + k)
+    loss = tl.zeros((ROWS,), tl.float32)
+    for k in range(n_weights):
+        target = tl.load(targets_ptr + t + k, mask=(t < T) & (t + k < left), other=-1)
+        valid = (target >= 0) & (target < V)
+        sigma = tl.load(sigma_ptr + t.to(tl.int64) * V + target, mask=valid, other=0.0).to(tl.float32)
+        loss += tl.where(valid, tl.load(weights_ptr + k) * (lse - CAP * sigma), 0.0)
+        wanted = tl.zeros((ROWS,), tl.float32)  # all that this row's targets want of this column: they may repeat
+        for j in range(n_weights):
+            other = tl.load(targets_ptr + t + j, mask=(t < T) & (t + j < left), other=-1)
+            wanted += tl.where(other == target, tl.load(weights_ptr + j), 0.0)
+        g = (weight_sum * tl.exp(CAP * sigma - lse) - wanted) * (sigma - sigma * sigma) * unit
+        tl.store(wanted_ptr + k * T + t, g, mask=t < T)
+    tl.store(loss_ptr + t, loss, mask=t < T)
+
+
+@jit
+def _pack_e5m2(g0, g1, g2, g3, HARDWARE: tl.constexpr):
+    """Four values as the four e5m2 bytes, lowest first, of an int32; saturating, NaN stays NaN."""
+    if HARDWARE:  # not pure: the compiler must transpose the words, and not compute the values again in both layouts
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3; "
+            "mov.b32 $0, {lo, hi};}", "=r,f,f,f,f", [g0, g1, g2, g3], dtype=tl.int32, is_pure=False, pack=1)
+    b0, b1 = _to_fp8(g0, 57344.0).to(tl.uint8, bitcast=True), _to_fp8(g1, 57344.0).to(tl.uint8, bitcast=True)
+    b2, b3 = _to_fp8(g2, 57344.0).to(tl.uint8, bitcast=True), _to_fp8(g3, 57344.0).to(tl.uint8, bitcast=True)
+    return b0.to(tl.int32) | (b1.to(tl.int32) << 8) | (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
+
+
+@jit
+def _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE: tl.constexpr):
+    """factor * p * sigma (1 - sigma) at rows t and columns v; 0 in rows past T."""
+    sigma = tl.load(sigma_ptr + t[:, None] * V + v[None, :], mask=(t < T)[:, None] & (v < V)[None, :], other=0.0)
+    sigma = sigma.to(tl.float32)
+    lse = tl.load(lse_ptr + t, mask=t < T, other=0.0) * LOG2E
+    return _exp2(sigma * LOG2_CAP - lse[:, None], HARDWARE) * ((sigma - sigma * sigma) * factor)
+
+
+@jit
+def _head_gradient_kernel(sigma_ptr, lse_ptr, weights_ptr, g_ptr, T, V, n_weights, unit, LOG2_CAP, LOG2E,
+                          ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    """The softmax's part of unit * d loss / d logit, one tile, in g's dtype; g may be sigma."""
+    tile_t, tile_v = _head_tile(tl.program_id(0), tl.cdiv(T, ROWS), tl.cdiv(V, COLS), GROUP)
+    t, v = tile_t * ROWS + tl.arange(0, ROWS), tile_v * COLS + tl.arange(0, COLS)
+    factor = 0.0
+    for k in range(n_weights):
+        factor += tl.load(weights_ptr + k) * unit
+    g = _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
+    tl.store(g_ptr + t[:, None] * V + v[None, :], g.to(g_ptr.dtype.element_ty), mask=(t < T)[:, None] & (v < V)[None, :])
+
+
+@jit
+def _head_gradient_fp8_kernel(sigma_ptr, lse_ptr, weights_ptr, g_ptr, g_VT_ptr, T, padded_T, V, stride_VT, n_weights, unit,
+                              LOG2_CAP, LOG2E, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    """The same in e5m2, row-major and transposed (as int32 words of four rows). Rows from T to padded_T get zeros."""
+    tile_t, tile_v = _head_tile(tl.program_id(0), tl.cdiv(padded_T, ROWS), tl.cdiv(V, COLS), GROUP)
+    word = tile_t * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    t, v = 4 * word, tile_v * COLS + tl.arange(0, COLS)
+    factor = 0.0
+    for k in range(n_weights):
+        factor += tl.load(weights_ptr + k) * unit
+    g0 = _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
+    g1 = _softmax_gradient(sigma_ptr, lse_ptr, t + 1, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
+    g2 = _softmax_gradient(sigma_ptr, lse_ptr, t + 2, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
+    g3 = _softmax_gradient(sigma_ptr, lse_ptr, t + 3, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
+    words = _pack_e5m2(g0, g1, g2, g3, HARDWARE)
+    writable = (t < padded_T)[:, None] & (v < V)[None, :]
+    for k in tl.static_range(4):
+        tl.store(g_ptr + (t + k)[:, None] * V + v[None, :], (words >> (8 * k)).to(tl.uint8), mask=writable)
+    tl.store(g_VT_ptr + v.to(tl.int64)[:, None] * (stride_VT // 4) + word[None, :], words.T, mask=writable.T)
+
+
+@jit
+def _head_targets_kernel(targets_ptr, at_targets_ptr, g_ptr, g_VT_ptr, T, V, stride_VT, left, n_weights,
+                         FP8: tl.constexpr, ROWS: tl.constexpr):
+    """The gradient at each row's targets replaces the softmax's part there (in both layouts: FP8)."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for k in range(n_weights):
+        target = tl.load(targets_ptr + t + k, mask=(t < T) & (t + k < left), other=-1)
+        valid = (target >= 0) & (target < V)
+        g = tl.load(at_targets_ptr + k * T + t, mask=valid, other=0.0)
+        if FP8:
+            g8 = _to_fp8(g, 57344.0).to(tl.uint8, bitcast=True)
+            tl.store(g_ptr + t.to(tl.int64) * V + target, g8, mask=valid)
+            tl.store(g_VT_ptr + target * stride_VT + t, g8, mask=valid)
+        else:
+            tl.store(g_ptr + t.to(tl.int64) * V + target, g.to(g_ptr.dtype.element_ty), mask=valid)
+
+
+@jit
+def _quantize_head_kernel(src_ptr, share_ptr, dst_ptr, dst_T_ptr, R, C, padded_R, inverse_scale, SHARED: tl.constexpr,
+                          PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """e4m3(src * inverse_scale [* share of the row]), as it is and / or transposed; rows from R to padded_R are zero."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    offset = r.to(tl.int64)[:, None] * C + c[None, :]
+    x = tl.load(src_ptr + offset, mask=inside, other=0.0).to(tl.float32) * inverse_scale
+    if SHARED:
+        x *= tl.load(share_ptr + r, mask=r < R, other=0.0)[:, None]
+    x8 = _to_fp8(x, 448.0)
+    writable = (r < padded_R)[:, None] & (c < C)[None, :]
+    if PLAIN:
+        tl.store(dst_ptr + offset, x8, mask=writable)
+    if TRANSPOSED:
+        tl.store(dst_T_ptr + c.to(tl.int64)[:, None] * padded_R + r[None, :], x8.T, mask=writable.T)
+
+
+@jit
+def _transpose_kernel(src_ptr, dst_ptr, M, N, src_m, src_n, dst_n, dst_m, ADD: tl.constexpr, ROWS: tl.constexpr,
+                      COLS: tl.constexpr):
+    """dst[n, m] = src[m, n], or += ; reads and writes both walk their contiguous dim."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tile = tl.load(src_ptr + m.to(tl.int64)[:, None] * src_m + n.to(tl.int64)[None, :] * src_n, mask=inside).T
+    dst = dst_ptr + n.to(tl.int64)[:, None] * dst_n + m.to(tl.int64)[None, :] * dst_m
+    if ADD:
+        tile += tl.load(dst, mask=inside.T)  # low precision adds as fp32 would: the exact sum, rounded once
+    tl.store(dst, tile, mask=inside.T)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+def _cell(value, device):
+    """A scale in its own 16-byte-aligned fp32 cell, as torch._scaled_mm needs it."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _scaled_product(a_MK, b_NK, scale_a, scale_b, dtype):
+    """a b^T * scale_a * scale_b of two FP8 matrices, partial sums promoted to fp32 (no fast accumulation)."""
+    if not a_MK.is_cuda:  # interpreted kernels
+        return (a_MK.float() @ b_NK.float().T * (scale_a * scale_b)).to(dtype)
+    return torch._scaled_mm(a_MK, b_NK.T, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
+
+
+def _padded(rows):
+    """The next multiple of 16, which FP8 products need of a dim that they contract."""
+    return -(-rows // 16) * 16
+
+
+def _quantize(src_RC, scale, *, plain=False, transposed=False, share=None):
+    """(e4m3(src / scale), its transpose), whichever is asked for; rows of zeros fill up to a multiple of 16."""
+    (R, C), tiles = src_RC.shape, QUANTIZE_TILES
+    padded_R = _padded(R)
+    dst = src_RC.new_empty(padded_R, C, dtype=torch.float8_e4m3fn) if plain else None
+    dst_T = src_RC.new_empty(C, padded_R, dtype=torch.float8_e4m3fn) if transposed else None
+    grid = triton.cdiv(padded_R, tiles["ROWS"]), triton.cdiv(C, tiles["COLS"])
+    _quantize_head_kernel[grid](src_RC, share, dst, dst_T, R, C, padded_R, 1 / scale, SHARED=share is not None,
+                                PLAIN=plain, TRANSPOSED=transposed, **tiles)
+    return dst, dst_T
+
+
+def _softcapped_product(x_TD, w, sigma_TV, *, logit_scale):
+    """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP). In FP8, w is (V, D), else (D, V)."""
+    (T, V), D, config = sigma_TV.shape, x_TD.shape[1], HEAD_PRODUCT_TILES[x_TD.element_size()]
+    rows, cols, depth, w_is_vd = config["ROWS"], config["COLS"], config["DEPTH"], x_TD.element_size() == 1
+    sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x_TD.device)
+    _head_product_kernel[(triton.cdiv(T, rows) * len(sums),)](
+        TensorDescriptor.from_tensor(x_TD, [rows, depth]),
+        TensorDescriptor.from_tensor(w, [cols, depth] if w_is_vd else [depth, cols]),
+        TensorDescriptor.from_tensor(sigma_TV, [rows, cols]),
+        sums, T, V, D, logit_scale, SHIFT, STRETCH, CAP * LOG2E, W_IS_VD=w_is_vd, HARDWARE=x_TD.is_cuda, **config)
+    return sums
+
+
+def _loss_from_sums(sigma_TV, sums, targets, mtp_weights, loss_T):
+    """Fill loss_T and return lse (T,); `targets` starts at the same row and runs to the end of the sequence."""
+    T, V = sigma_TV.shape
+    lse_T = torch.empty_like(loss_T)
+    _head_loss_kernel[(triton.cdiv(T, HEAD_LOSS_TILES["ROWS"]),)](
+        sigma_TV, sums, targets, mtp_weights, lse_T, loss_T, T, V, len(sums), len(targets), len(mtp_weights), CAP,
+        **HEAD_LOSS_TILES)
+    return lse_T
+
+
+def _head_gradient(sigma_TV, lse_T, targets, mtp_weights, g_TV, g_VT, unit):
+    """Fill g_TV (its rows past T with zeros) and, in FP8, the same numbers transposed in g_VT."""
+    (T, V), padded_T, tiles = sigma_TV.shape, len(g_TV), HEAD_GRADIENT_TILES
+    grid = (triton.cdiv(padded_T, tiles["ROWS"]) * triton.cdiv(V, tiles["COLS"]),)
+    _head_gradient_kernel[grid](
+        sigma_TV, lse_T, targets, mtp_weights, g_TV, g_VT, T, padded_T, V, 0 if g_VT is None else g_VT.stride(0),
+        len(targets), len(mtp_weights), unit * CAP / STRETCH, CAP * LOG2E, LOG2E, FP8=g_VT is not None,
+        HARDWARE=sigma_TV.is_cuda, **tiles)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The logit gradient for an incoming gradient of 1 is made chunk by chunk in the forward pass, while a chunk's
+    sigmoids exist; it is linear in the incoming per-token gradient, which the backward pass applies to the rows of dx
+    and, through the rows of x, to dW. (Gradient in the forward pass: Liger-Kernel, arXiv 2410.10989.)"""
+
+    @staticmethod
+    def forward(ctx, x, lm_head, targets, mtp_weights, quantized, training):
+        (T, D), V, fp8 = x.shape, lm_head.shape[1], quantized is not None
+        chunk, padded_T = min(T, HEAD_CHUNK), _padded(T)
+        x_in, w_in = (_quantize(x, X_SCALE, plain=True)[0], quantized.w8_VD) if fp8 else (x, lm_head)
+        # FP8 keeps the transposed gradient, which dW reads, and reuses one chunk of all else. Without FP8 the gradient
+        # overwrites sigma, all rows of which are kept.
+        sigma = x.new_empty(T if training and not fp8 else chunk, V)
+        g = x.new_empty(_padded(chunk), V, dtype=torch.float8_e5m2) if training and fp8 else None
+        g_VT = x.new_empty(V, padded_T, dtype=torch.float8_e5m2) if training and fp8 else None
+        loss_T, dx = x.new_empty(T, dtype=torch.float32), x.new_empty(padded_T, D) if training else None
+        for start in range(0, T, chunk):
+            rows, later = slice(start, min(start + chunk, T)), targets[start:]
+            sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
+            sums = _softcapped_product(x_in[rows], w_in, sigma_TV, logit_scale=X_SCALE * W_SCALE if fp8 else 1.0)
+            lse_T = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows])
+            if training and fp8:
+                g_TV = g[:_padded(rows.stop - start)]
+                _head_gradient(sigma_TV, lse_T, later, mtp_weights, g_TV, g_VT[:, start:], 1 / G_SCALE)
+                dx[start:start + len(g_TV)] = _scaled_product(g_TV, quantized.w8_DV, _cell(G_SCALE, x.device),
+                                                              _cell(W_SCALE, x.device), x.dtype)
+            elif training:
+                _head_gradient(sigma_TV, lse_T, later, mtp_weights, sigma_TV, None, 1.0)
+                torch.mm(sigma_TV, lm_head.T, out=dx[rows])
+        ctx.fp8 = fp8
+        ctx.save_for_backward(*((x, dx[:T], g_VT if fp8 else sigma) if training else ()))
+        return loss_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_T):
+        x, dx_unit, g = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mul(dx_unit, grad_T[:, None], out=torch.empty_like(x))  # one rounding, in one pass
+        if ctx.needs_input_grad[1] and ctx.fp8:
+            top = grad_T.abs().amax()
+            share_T = grad_T / torch.where(top > 0, top, 1.0)
+            x8_DT = _quantize(x, X_SCALE, transposed=True, share=share_T)[1]
+            dw = _scaled_product(x8_DT, g, _cell(X_SCALE, x.device), top * G_SCALE, x.dtype)
+        elif ctx.needs_input_grad[1]:
+            dw = torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T @ g
+        return dx, dw, None, None, None, None
+
+
+# --- public -------------------------------------------------------------------------------------------------------
+
+def quantize_head(lm_head):
+    """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=)."""
+    w_DV = lm_head.detach().contiguous()
+    if _runs_kernel(w_DV):
+        return QuantizedHead(*_quantize(w_DV, W_SCALE, plain=True, transposed=True))
+    w8_DV = (w_DV.float() / W_SCALE).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return QuantizedHead(w8_DV, w8_DV.T.contiguous())
+
+
+def _check_head(x, lm_head, targets):
+    require(x.dim() == 2 and lm_head.dim() == 2 and x.shape[1] == lm_head.shape[0] and len(x) > 0,
+            f"the head takes x (T, D) and lm_head (D, V), got {tuple(x.shape)} and {tuple(lm_head.shape)}; "
+            "flatten the batch and store lm_head as (model dim, vocabulary)")
+    require(x.dtype == lm_head.dtype and x.dtype.is_floating_point and x.element_size() > 1,
+            f"x and lm_head must share one floating-point dtype, got {x.dtype} and {lm_head.dtype}; cast one of them")
+    require(targets.shape == x.shape[:1] and targets.dtype == torch.int64,
+            f"targets must be one int64 a row of x, got {tuple(targets.shape)} {targets.dtype} for {len(x)} rows; "
+            "pass the T next tokens as int64")
+
+
+def _runs_kernel(lm_head, *others):
+    if not use_kernel(lm_head, *others) or lm_head.dtype == torch.float64:
+        return False
+    require(lm_head.shape[0] % 16 == 0 and lm_head.shape[1] % 16 == 0,
+            "the head's kernels need a model dim and a vocabulary that are multiples of 16, got "
+            f"{tuple(lm_head.shape)}; pad lm_head, or set REFERENCE_OPS=1")
+    return True
+
+
+def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
+    """Softcapped multi-token cross-entropy of every token.  Reference: head_loss_reference.
+
+    In    x (T, D) and lm_head (D, V) of one dtype; targets (T,) int64, negative: no target; mtp_weights (K,) fp32;
+          fp8: products in FP8, else in x's dtype; quantized: quantize_head(lm_head), computed here when absent
+    Out   loss (T,) fp32 (fp64 for fp64): sum over k < K, t + k < T of w_k * (lse_t - z_t[targets[t + k]]),
+          z = 23 sigmoid((x lm_head + 5) / 7.5) over all V columns; not divided by the sum of weights
+    Grad  for x and lm_head: the incoming per-token gradient times (sum of w * p - wanted) * dz/dlogit. The last K - 1
+          rows keep the full sum of weights although their missing targets are dropped (so did the v3 record's loss).
+          FP8: e5m2 logit gradients, e4m3 rows of x weighted by their share of max|g|, no fast accumulation
+    Raises ValueError for shapes, dtypes, and dims that the kernels cannot take
+    """
+    _check_head(x, lm_head, targets)
+    require(mtp_weights.dim() == 1 and len(mtp_weights) > 0 and mtp_weights.dtype.is_floating_point,
+            f"mtp_weights must be a vector of at least one float, got {tuple(mtp_weights.shape)} {mtp_weights.dtype}; "
+            "pass one weight a predicted token")
+    require(fp8 or quantized is None, "a quantized head is only read in FP8, got fp8=False; pass fp8=True or leave it out")
+    if not _runs_kernel(lm_head, x, targets):
+        return head_loss_reference(x, lm_head, targets, mtp_weights, fp8=fp8, quantized=quantized)
+    quantized = (quantized or quantize_head(lm_head)) if fp8 else None
+    training = torch.is_grad_enabled() and (x.requires_grad or lm_head.requires_grad)
+    return _HeadLoss.apply(x.contiguous(), lm_head.contiguous(), targets.contiguous(),
+                           mtp_weights.float().contiguous(), quantized, training)
+
+
+@torch.no_grad()
+def head_cross_entropy(x, lm_head, targets, chunk=8192):
+    """Next-token cross-entropy (T,) of softcapped logits, in nats, for evaluation.  Reference: head_cross_entropy_reference.
+
+    In    as head_loss; products in x's dtype, softcap and cross-entropy in fp32 (fp64 for fp64), `chunk` rows at a time
+    Out   loss (T,), 0 where the target is negative; no gradient
+    """
+    _check_head(x, lm_head, targets)
+    require(chunk > 0, f"chunk counts rows and must be positive, got {chunk}; leave it at its default")
+    if not _runs_kernel(lm_head, x, targets):
+        return head_cross_entropy_reference(x, lm_head, targets, chunk)
+    x, lm_head, targets = x.contiguous(), lm_head.contiguous(), targets.contiguous()
+    sigma = x.new_empty(min(len(x), chunk), lm_head.shape[1], dtype=torch.float32)
+    loss_T, weight = x.new_empty(len(x), dtype=torch.float32), _cell(1.0, x.device)[None]
+    for start in range(0, len(x), chunk):
+        rows = slice(start, min(start + chunk, len(x)))
+        sums = _softcapped_product(x[rows], lm_head, sigma[:rows.stop - start], logit_scale=1.0)
+        # Without the rows after the chunk: an evaluation target is its own row's.
+        _loss_from_sums(sigma[:rows.stop - start], sums, targets[rows], weight, loss_T[rows])
+    return loss_T
+
+
+def _check_transpose(src, dst):
+    require(src.dim() == 2 and dst.shape == src.T.shape and src.dtype == dst.dtype,
+            f"a transpose takes src (M, N) and dst (N, M) of one dtype, got {tuple(src.shape)} {src.dtype} and "
+            f"{tuple(dst.shape)} {dst.dtype}; allocate dst as the transpose of src")
+
+
+def _transpose(src, dst, add):
+    M, N = src.shape
+    grid = triton.cdiv(M, TRANSPOSE_TILES["ROWS"]), triton.cdiv(N, TRANSPOSE_TILES["COLS"])
+    _transpose_kernel[grid](src, dst, M, N, *src.stride(), *dst.stride(), ADD=add, **TRANSPOSE_TILES)
+
+
+def transpose_copy(src, dst):
+    """dst[n, m] = src[m, n], any strides; the kernel takes elements of 1, 2 or 4 bytes, others the reference."""
+    _check_transpose(src, dst)
+    if not use_kernel(src, dst) or src.element_size() > 4:
+        return transpose_copy_reference(src, dst)
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[src.element_size()]
+    _transpose(src.view(word), dst.view(word), add=False)
+
+
+def transpose_add(src, dst):
+    """dst[n, m] += src[m, n] for floating-point elements, any strides."""
+    _check_transpose(src, dst)
+    if not use_kernel(src, dst):
+        return transpose_add_reference(src, dst)
+    _transpose(src, dst, add=True)
+
+
+def _aot_rows():
+    """(name, kernel, signature, constexprs, warps, stages, architectures) of every launch at the real shapes."""
+    rows = []
+
+    def add(name, kernel, signature, archs, num_warps, num_stages=3, **constexprs):
+        rows.append((name, kernel, signature, constexprs, num_warps, num_stages, archs))
+
+    names = {1: "fp8e4nv", 2: "bf16", 4: "fp32"}
+    for size, sigma, archs in (1, "bf16", (90,)), (2, "bf16", (80, 90)), (2, "fp32", (80, 90)):
+        tile, type_ = HEAD_PRODUCT_TILES[size], names[size]
+        rows_, cols, depth = tile["ROWS"], tile["COLS"], tile["DEPTH"]
+        w_tile = f"{cols}, {depth}" if size == 1 else f"{depth}, {cols}"
+        add(f"head_product {type_} {sigma}", _head_product_kernel,
+            dict(x_desc=f"tensordesc<{type_}[{rows_}, {depth}]>", w_desc=f"tensordesc<{type_}[{w_tile}]>",
+                 sigma_desc=f"tensordesc<{sigma}[{rows_}, {cols}]>", sums_ptr="*fp32", T="i32:16", V="i32:16", D="i32:16",
+                 logit_scale="fp32", SHIFT="fp32", STRETCH="fp32", LOG2_CAP="fp32"), archs,
+            W_IS_VD=size == 1, HARDWARE=True, **tile)
+    for fp8, g, archs in (True, "*fp8e5", (90,)), (False, "*bf16", (80, 90)):
+        add(f"head_gradient {g}", _head_gradient_kernel,
+            dict(sigma_ptr="*bf16", lse_ptr="*fp32", targets_ptr="*i64", weights_ptr="*fp32", g_ptr=g, g_VT_ptr=g,
+                 T="i32:16", padded_T="i32:16", V="i32:16", stride_VT="i32:16", left="i32:16", n_weights="i32",
+                 unit="fp32", LOG2_CAP="fp32", LOG2E="fp32"), archs, FP8=fp8, HARDWARE=True, **HEAD_GRADIENT_TILES)
+    add("head_loss", _head_loss_kernel,
+        dict(sigma_ptr="*bf16", sums_ptr="*fp32", targets_ptr="*i64", weights_ptr="*fp32", lse_ptr="*fp32",
+             loss_ptr="*fp32", T="i32:16", V="i32:16", tiles="i32", left="i32:16", n_weights="i32", CAP="fp32"),
+        (80, 90), **HEAD_LOSS_TILES)
+    for shared, plain, transposed in (False, True, True), (False, True, False), (True, False, True):
+        add(f"quantize_head {shared} {plain} {transposed}", _quantize_head_kernel,
+            dict(src_ptr="*bf16", share_ptr="*fp32", dst_ptr="*fp8e4nv", dst_T_ptr="*fp8e4nv", R="i32:16", C="i32:16",
+                 padded_R="i32:16", inverse_scale="fp32"), (90,), SHARED=shared, PLAIN=plain, TRANSPOSED=transposed,
+            **QUANTIZE_TILES)
+    for add_, type_ in (False, "*i16"), (False, "*i8"), (True, "*bf16"):
+        add(f"transpose {add_} {type_}", _transpose_kernel,
+            dict(src_ptr=type_, dst_ptr=type_, M="i32:16", N="i32:16", src_m="i32:16", src_n="i32", dst_n="i32:16",
+                 dst_m="i32"), (80, 90), ADD=add_, **TRANSPOSE_TILES)
+    return rows
+
+
+AOT_HEAD = _aot_rows()
