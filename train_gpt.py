@@ -404,7 +404,9 @@ def parse_options(argv: Iterable[str]) -> RunConfig:
     for word in argv:
         key, equals, value = word.partition("=")
         if key not in OPTIONS:
-            near = difflib.get_close_matches(key.lstrip("-"), OPTIONS, n=1, cutoff=0.5)
+            bare = key.lstrip("-")
+            near = [name for name in OPTIONS if bare and name.startswith(bare)]
+            near = near or difflib.get_close_matches(bare, OPTIONS, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}=?" if near else f"; options are {', '.join(OPTIONS)}."
             raise ValueError(f"unknown option {word!r}{hint}")
         if not equals:

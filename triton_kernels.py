@@ -2,6 +2,7 @@
 import os
 from functools import lru_cache
 from typing import NamedTuple
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -98,10 +99,11 @@ def _attention_bounds_kernel(
 @jit
 def _attention_forward_kernel(
     q_desc, k_desc, v_desc, y_desc, lse_ptr, first_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, RUNNING_MAX: tl.constexpr,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
+    RUNNING_MAX: tl.constexpr,
 ):
     """One tile of queries of one head. Writes y and lse (base 2, of the scaled logits)."""
-    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
+    head, t0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
     q = q_desc.load([t0, head * H])
     first = tl.load(first_ptr + t, mask=t < length, other=0)
@@ -134,10 +136,10 @@ def _attention_forward_kernel(
 @jit
 def _attention_dq_kernel(
     q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
 ):
     """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below."""
-    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
+    head, t0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
     q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
     delta = tl.sum(y_desc.load([t0, head * H]).to(tl.float32) * dy.to(tl.float32), 1)
@@ -162,11 +164,11 @@ def _attention_dq_kernel(
 @jit
 def _attention_dkv_kernel(
     q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, first_ptr, after_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile."""
-    head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
+    head, s0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_S
     s = (s0 + tl.arange(0, BLOCK_S))[:, None]
     k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
     begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
@@ -204,32 +206,34 @@ def _attention_stream(x, streams):
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _attention_launch(kernel, grid, tile, matrices, arrays, H, length, scale, **constexprs):
-    """`matrices`: (matrix, rows of its tile) pairs, which become the kernel's descriptors in order."""
+def _attention_launch(kernel, tile, matrices, arrays, H, length, scale, MASK_ALL=True, HEAD_AXIS=0, **options):
+    """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
+    `matrices`: (matrix, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     BLOCK_T, BLOCK_S, warps, stages = tile
-    descriptors = [TensorDescriptor(x, x.shape, x.stride(), [rows, H]) for x, rows in matrices]
-    kernel[grid](*descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, MASK_ALL=True,
-                 num_warps=warps, num_stages=stages, **constexprs)
+    rows = {"t": BLOCK_T, "s": BLOCK_S}
+    grid = matrices[0][0].shape[1] // H, triton.cdiv(length, BLOCK_S if kernel is _attention_dkv_kernel else BLOCK_T)
+    descriptors = [TensorDescriptor(x, x.shape, x.stride(), [rows[kind], H]) for x, kind in matrices]
+    kernel[grid[::-1] if HEAD_AXIS else grid](
+        *descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, MASK_ALL=MASK_ALL,
+        HEAD_AXIS=HEAD_AXIS, num_warps=warps, num_stages=stages, **options)
 
 
 def attention_forward(q, k, v, cu_seqlens, window, scale, paired, tiles=None):
     """y (T, N, H), and what the backward pass wants: lse (heads, L) and bounds (2, L) of the stream's positions."""
     T, N, H = q.shape
     streams = 2 if paired else 1
-    length, heads = T * streams, N // streams
+    length = T * streams
     tiles = tiles or _attention_tiles(q)
     y = q.new_empty(T, N, H)
-    lse = torch.empty(heads, length, device=q.device, dtype=torch.float32)
+    lse = torch.empty(N // streams, length, device=q.device, dtype=torch.float32)
     bounds = torch.empty(2, length, device=q.device, dtype=torch.int32)
     _attention_bounds_kernel[(triton.cdiv(length, 128),)](
         cu_seqlens, bounds[0], bounds[1], length, cu_seqlens.numel(), window, STREAMS=streams, BLOCK=128, CHUNK=64)
-    rows_t, rows_s, *_ = tile = tiles["forward"]
     q, k, v, out = (_attention_stream(x, streams) for x in (q, k, v, y))
-    _attention_launch(_attention_forward_kernel, (heads, triton.cdiv(length, rows_t)), tile,
-                      [(q, rows_t), (k, rows_s), (v, rows_s), (out, rows_t)], [lse, bounds[0]], H, length, scale,
-                      RUNNING_MAX=True)
+    _attention_launch(_attention_forward_kernel, tiles["forward"], [(q, "t"), (k, "s"), (v, "s"), (out, "t")],
+                      [lse, bounds[0]], H, length, scale, RUNNING_MAX=True)
     return y, lse, bounds
 
 
@@ -237,18 +241,16 @@ def attention_backward(dy, q, k, v, y, lse, bounds, scale, paired, tiles=None):
     """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
     T, N, H = q.shape
     streams = 2 if paired else 1
-    length, heads = T * streams, N // streams
+    length = T * streams
     tiles = tiles or _attention_tiles(q)
     grads = [x.new_empty(T, N, H) for x in (q, k, v)]
     delta = torch.empty_like(lse)
     q, k, v, y, dy, dq, dk, dv = (_attention_stream(x, streams) for x in (q, k, v, y, dy, *grads))
-    rows_t, rows_s, *_ = tile = tiles["dq"]
-    _attention_launch(_attention_dq_kernel, (heads, triton.cdiv(length, rows_t)), tile,
-                      [(q, rows_t), (k, rows_s), (v, rows_s), (y, rows_t), (dy, rows_t), (dq, rows_t)],
+    _attention_launch(_attention_dq_kernel, tiles["dq"],
+                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")],
                       [lse, delta, bounds[0]], H, length, scale)
-    rows_t, rows_s, *_ = tile = tiles["dkv"]
-    _attention_launch(_attention_dkv_kernel, (heads, triton.cdiv(length, rows_s)), tile,
-                      [(q, rows_t), (k, rows_s), (v, rows_s), (dy, rows_t), (dk, rows_s), (dv, rows_s)],
+    _attention_launch(_attention_dkv_kernel, tiles["dkv"],
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s")],
                       [lse, delta, bounds[0], bounds[1]], H, length, scale)
     return grads
 
@@ -272,10 +274,59 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False):
-    """Causal attention inside packed documents, each query over itself and at most `window` keys before it."""
-    if use_kernel(q, k, v):
-        return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired)
-    return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+    """Causal attention inside packed documents: each query looks at itself and at most `window` keys before it.
+
+    q, k, v    (T, N, H), one floating-point dtype; the kernels want bf16, fp16 or fp32 and H a power of two, 16 to 256
+    cu_seqlens (S,) int32, token positions where documents begin: [0] is 0, never decreasing, padded with T at the end;
+               equal boundaries are empty documents. Its contents are not checked, which would cost a device sync.
+    window     in stream positions: key s is allowed to query t iff in the same document and 0 <= t - s <= window
+    scale      of the logits, positive
+    paired     token i becomes the stream positions 2i (heads 0 .. N/2-1) and 2i + 1 (heads N/2 .. N-1), which look at
+               each other as N/2 heads of a stream of 2T positions; documents stretch with it, `window` does not
+
+    Returns y (T, N, H), contiguous, in q's dtype. Gradients reach q, k and v, and are bitwise repeatable. Inputs whose
+    rows are not H-contiguous, or paired ones whose tokens are not N*H-contiguous, are copied first. Raises ValueError.
+    """
+    T, N, H = q.shape if q.dim() == 3 else (0, 0, 0)
+    require(T > 0 and q.shape == k.shape == v.shape,
+            f"q, k and v must share one non-empty shape (T, N, H), not {[tuple(x.shape) for x in (q, k, v)]}: reshape")
+    require(q.dtype == k.dtype == v.dtype and q.is_floating_point(),
+            f"q, k and v must share one floating-point dtype, not {[str(x.dtype) for x in (q, k, v)]}: cast them alike")
+    require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and cu_seqlens.dtype == torch.int32,
+            f"cu_seqlens must be (S,) int32 with S >= 2, not {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: cast it")
+    require(q.device == k.device == v.device == cu_seqlens.device,
+            f"all inputs must be on {q.device}, not {[str(x.device) for x in (k, v, cu_seqlens)]}: move them there")
+    require(window >= 0, f"window must be at least 0, not {window}: 0 lets each query see only itself")
+    require(scale > 0, f"scale must be positive, not {scale}: negate q instead")
+    require(not paired or N % 2 == 0, f"paired attention needs an even number of heads, not {N}: pass paired=False")
+    if not use_kernel(q, k, v):
+        return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+    require(16 <= H <= 256 and H & (H - 1) == 0 and q.element_size() <= 4,
+            f"the kernels take fp32, bf16 or fp16 heads of 16, 32, 64, 128 or 256, not {q.dtype} heads of {H}: "
+            "use attention_reference (REFERENCE_OPS=1)")
+    return _Attention.apply(q, k, v, cu_seqlens.contiguous(), window, scale, paired)
+
+
+def _attention_aot_rows():
+    """What a process compiles ahead of time: every kernel as the trainer launches it, heads of 128 and 64."""
+    plain = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "first_ptr": "*i32", "after_ptr": "*i32", "cu_ptr": "*i32",
+             "length": "i32:16", "boundaries": "i32:16", "window": "i32:16", "scale": "fp32"}
+    kernels = {"forward": _attention_forward_kernel, "dq": _attention_dq_kernel, "dkv": _attention_dkv_kernel}
+    for streams in 1, 2:
+        yield (f"attention bounds, {streams} positions a token", _attention_bounds_kernel, plain,
+               dict(STREAMS=streams, BLOCK=128, CHUNK=64), 4, 3, (80, 90))
+    for (card, archs), H in itertools.product({"hopper": (90,), "other": (80, 120)}.items(), (128, 64)):
+        for name, kernel in kernels.items():
+            queries, keys, warps, stages = ATTENTION_TILES[card][name]
+            tiles = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq")}
+            tiles |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" for x in ("k", "v", "dk", "dv")}
+            constexprs = dict(H=H, BLOCK_T=queries, BLOCK_S=keys, MASK_ALL=True, HEAD_AXIS=0)
+            if name == "forward":
+                constexprs["RUNNING_MAX"] = True
+            yield f"attention {name} {card} {H}", kernel, plain | tiles, constexprs, warps, stages, archs
+
+
+AOT_ATTENTION = list(_attention_aot_rows())
 
 
 # ---- matrix ----
@@ -302,6 +353,12 @@ def matrix_card(device: torch.device) -> tuple[str, int]:
         return "large", 2  # interpreted: two programs walk all tiles
     card = torch.cuda.get_device_properties(device)
     return "large" if card.shared_memory_per_block_optin > 200 << 10 else "small", card.multi_processor_count
+
+
+def matrix_kernel(*tensors: torch.Tensor) -> bool:
+    """use_kernel, where the tensor cores take the dtype: a GPU's fp32 and fp64 products stay torch's."""
+    wide = {torch.float64, torch.float32} if tensors[0].is_cuda else {torch.float64}
+    return use_kernel(*tensors) and tensors[0].dtype not in wide
 
 
 def aligned_empty(like: torch.Tensor, *shape: int, dtype: torch.dtype = None) -> torch.Tensor:
@@ -420,14 +477,14 @@ def xxt(x_BRC: torch.Tensor) -> torch.Tensor:
     Grad  none: for the optimizer
     Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
     """
-    if not use_kernel(x_BRC) or x_BRC.dtype == torch.float64:
+    if not matrix_kernel(x_BRC):
         return xxt_reference(x_BRC)
     return launch_symmetric(x_BRC)
 
 
 def xtx(x_BRC: torch.Tensor) -> torch.Tensor:
     """X^T X for every matrix of a bank, (B, C, C); otherwise as xxt.  Reference: xtx_reference."""
-    if not use_kernel(x_BRC) or x_BRC.dtype == torch.float64:
+    if not matrix_kernel(x_BRC):
         return xtx_reference(x_BRC)
     return launch_symmetric(x_BRC, tall=True)
 
@@ -440,7 +497,7 @@ def ba_plus_caa(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float 
     Grad  none: for the optimizer
     """
     require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
-    if not use_kernel(a_BRR) or a_BRR.dtype == torch.float64:
+    if not matrix_kernel(a_BRR):
         return ba_plus_caa_reference(a_BRR, beta, alpha, diagonal)
     return launch_symmetric(a_BRR, base=a_BRR, alpha=alpha, beta=beta, diagonal=diagonal)
 
@@ -478,7 +535,7 @@ def polar_express(x_BRC: torch.Tensor) -> torch.Tensor:
     Why   three products an iteration and nothing else. a X is folded into the step matrix as a I, so X <- step X needs
           no copy of X to add to; the norm comes from the first Gram matrix (see symmetric_kernel)
     """
-    if not use_kernel(x_BRC) or x_BRC.dtype not in (torch.bfloat16, torch.float32):
+    if not matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
         return polar_express_reference(x_BRC)
     tall = x_BRC.shape[-2] > x_BRC.shape[-1]
     x = x_BRC
@@ -699,9 +756,50 @@ def mlp(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
             f"{w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights' dtype")
     require(fp8 is None or fp8.w8.shape == w_fc_FD.shape, "the quantized weight must have w_fc's shape "
             f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
-    if not use_kernel(n_TD, w_fc_FD, w_proj_FD) or n_TD.dtype == torch.float64:
+    if not matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
         return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8)
     return MlpFunction.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)))
+
+
+# --- ahead-of-time compilation: what the launches above ask for, at the record's shapes -----------------------------
+
+
+def matrix_aot_rows():
+    """(name, kernel, signature, constexprs, warps, stages, architectures), one row a kernel variant and card."""
+    def desc(*block, dtype="bf16"):
+        return f"tensordesc<{dtype}[{', '.join(map(str, block))}]>"
+
+    for card, archs in ("large", (90,)), ("small", (80, 89)):
+        launch = dict(SYMMETRIC_TILES[card])
+        warps, stages, block = launch.pop("num_warps"), launch.pop("num_stages"), launch["BLOCK"]
+        for name, tall, step in ("xxt", False, False), ("xtx", True, False), ("polar step", False, True):
+            tile = desc(1, block, block)
+            signature = dict(x_desc=desc(1, launch["BLOCK_K"], block) if tall else desc(1, block, launch["BLOCK_K"]),
+                             base_desc=tile, out_desc=tile, base="*bf16", alpha="fp32", beta="fp32", diagonal="fp32",
+                             **dict.fromkeys(("base_bank", "base_line", "size", "depth"), "i32:16"))
+            yield (f"{name} {card}", symmetric_kernel, signature,
+                   launch | dict(TALL=tall, HAS_BASE=step, NORMALIZE=step, SIZE_POW2=1024), warps, stages, archs)
+        for product in "fp8", "up", "dpre":
+            launch = {k: v for k, v in MLP_TILES[card, product].items() if k != "WAVES"}
+            warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+            block_t, block_f, block_d = launch["BLOCK_T"], launch["BLOCK_F"], launch["BLOCK_D"]
+            operand, half = "fp8e4nv" if product == "fp8" else "bf16", desc(block_t, block_f // 2)
+            signature = dict(left_desc=desc(block_t, block_d, dtype=operand), post_desc=half, out_desc=half,
+                             right_desc=desc(block_f, block_d, dtype=operand), T="i32:16", F="i32:16", D="i32:16")
+            scales = dict.fromkeys(("left_scale", "right_scale"))
+            if product == "fp8":
+                signature, scales = signature | dict.fromkeys(scales, "*fp32"), {}
+            yield (f"mlp {product} {card}", mlp_kernel, signature,
+                   launch | scales | dict(FP8=product == "fp8", BACKWARD=product == "dpre"), warps, stages,
+                   archs if product != "fp8" else archs[-1:])
+    launch = {k: v for k, v in BANK_QUANTIZE_TILES.items() if k != "num_warps"}
+    numbers = dict(bank_stride="i32:16", numel="i32:16", share="i32:16")
+    yield ("quantize peak", quantize_peak_kernel, dict(x="*bf16", peaks="*fp32", **numbers), launch, 8, 1, (80, 90))
+    yield ("quantize cast", quantize_cast_kernel, dict(x="*bf16", peaks="*fp32", x8="*fp8e4nv", cells="*fp32", **numbers),
+           launch | dict(PARTS=256), 8, 1, (89, 90))
+
+
+AOT_MATRIX = list(matrix_aot_rows()) if triton else []
 
 
 # ---- updates ----
@@ -1000,6 +1098,36 @@ def cautious_update_(p_BRC: torch.Tensor, low: torch.Tensor | None, x: torch.Ten
                               **CAUTIOUS_TILES)
 
 
+# --- ahead-of-time compilation: what the launches above ask for, at the record's shapes -----------------------------
+
+
+def updates_aot_rows():
+    """(name, kernel, signature, constexprs, warps, stages, architectures)."""
+    def row(name, kernel, tiles, pointers, integers=(), numbers=(), **constexprs):
+        signature = pointers | dict.fromkeys(integers, "i32:16") | dict.fromkeys(numbers, "fp32")
+        constexprs |= {k: v for k, v in tiles.items() if k != "num_warps"}
+        return name, kernel, signature, constexprs, tiles["num_warps"], 3, (80, 90)
+
+    wide = dict.fromkeys(("exp_avg", "exp_avg_sq", "hyper"), "*fp32")
+    yield row("adam", adam_kernel, ADAM_TILES, dict(p="*bf16", g="*bf16") | wide, ["numel"])
+    yield row("momentum", momentum_kernel, MOMENTUM_TILES,
+              dict(g="*bf16", buf="*fp32", momentum="*fp32", x="*bf16"), ["numel"])
+    states = dict(x="*bf16", v2="*fp32", means="*fp32")
+    for name, lines, line_stride, depth_stride in ("by row", 3072, 768, 1), ("by column", 768, 1, 768):
+        strides = dict(line_stride=line_stride, depth_stride=depth_stride)
+        unit = {k: v for k, v in strides.items() if v == 1}  # Triton compiles an argument of 1 as a constant
+        yield row(f"variance {name}", variance_kernel, VARIANCE_TILES, states | dict(beta2="*fp32"),
+                  ["lines", "depth", *(strides.keys() - unit.keys())], **unit)
+        unit.pop("depth_stride", None)
+        yield row(f"rescale {name}", rescale_kernel, RESCALE_TILES, states,
+                  ["lines", "depth", *({"line_stride"} - unit.keys())], ["floor"], ALL_LINES=4096, **unit)
+    yield row("cautious", cautious_kernel, CAUTIOUS_TILES,
+              dict(p="*u16", low="*u16", x="*bf16", lr="*fp32", wd="*fp32"), ["numel"], SPLIT=True)
+
+
+AOT_UPDATES = list(updates_aot_rows()) if triton else []
+
+
 # ---- head ----
 """LM head: softcapped multi-token cross-entropy in FP8 or in the inputs' dtype, evaluation loss, transposes.
 
@@ -1014,19 +1142,24 @@ except ImportError:
 
 # z = CAP * sigmoid((logit + SHIFT) / STRETCH), so 0 < z < CAP: the log-sum-exp needs no running maximum.
 CAP, SHIFT, STRETCH = 23.0, 5.0, 7.5
-LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+LOG2_CAP = CAP / LN2  # z in units of log 2
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 # Magnitudes that FP8's 448 stands for: activations, weights, and the logit gradient of a loss with gradient 1.
 X_RANGE, W_RANGE, G_RANGE = 100.0, 1.6, 0.75
 X_SCALE, W_SCALE, G_SCALE = X_RANGE / E4M3_MAX, W_RANGE / E4M3_MAX, G_RANGE / E4M3_MAX
 HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time: 1.65 GB in bf16; a multiple of every row tile
 
-# Launch constants. PRODUCT: keyed by bytes of one operand element (the depth of a tile is 128 bytes).
-HEAD_PRODUCT_TILES = {1: dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, num_warps=4, num_stages=3),
-                      2: dict(ROWS=128, COLS=128, DEPTH=64, GROUP=16, num_warps=4, num_stages=3),
-                      4: dict(ROWS=64, COLS=64, DEPTH=32, GROUP=16, num_warps=4, num_stages=2)}
-HEAD_GRADIENT_TILES = dict(ROWS=128, COLS=128, GROUP=16, num_warps=8)
+# Launch constants. PRODUCT: keyed by bytes of one operand element; PERSISTENT counts programs per multiprocessor
+# (0: one program a tile).
+HEAD_PRODUCT_TILES = {
+    1: dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=3),
+    2: dict(ROWS=128, COLS=128, DEPTH=64, GROUP=16, PERSISTENT=0, num_warps=8, num_stages=3),
+    4: dict(ROWS=64, COLS=64, DEPTH=32, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=2),
+}
 HEAD_LOSS_TILES = dict(ROWS=32, TILES=128, num_warps=4)
+HEAD_GRADIENT_TILES = dict(ROWS=128, COLS=128, GROUP=16, num_warps=8)
+HEAD_TARGETS_TILES = dict(ROWS=128, num_warps=4)
 QUANTIZE_TILES = dict(ROWS=64, COLS=128, num_warps=4)
 TRANSPOSE_TILES = dict(ROWS=64, COLS=64, num_warps=4)
 
@@ -1218,18 +1351,18 @@ def _head_product_kernel(x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_sc
 
 
 @jit
-def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, lse_ptr, loss_ptr, wanted_ptr, T, V, tiles, left,
-                      n_weights, unit, CAP, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """lse, multi-token loss and unit * d loss / d logit at the targets, (n_weights, T), for T rows; `left` rows remain
-    in the sequence from the first of them on."""
+def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, mass_ptr, loss_ptr, at_targets_ptr, T, V, tiles,
+                      left, n_weights, unit, CAP, LOG2_CAP, LN2, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """For T rows: log2 of the sum of exp(z - CAP), multi-token loss, and unit * d loss / d logit at the targets,
+    (n_weights, T). `left` rows remain in the sequence from the first of them on."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((TILES, ROWS), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        total += tl.load(sums_ptr + tile[:, None] * T + t[None, :], mask=(tile[:, None] < tiles) & (t[None, :] < T),
-                         other=0.0)
-    lse = CAP + tl.log(tl.sum(total, 0))
-    tl.store(lse_ptr + t, lse, mask=t < T)
+        inside = (tile[:, None] < tiles) & (t[None, :] < T)
+        total += tl.load(sums_ptr + tile[:, None] * T + t[None, :], mask=inside, other=0.0)
+    mass = tl.log2(tl.where(t < T, tl.sum(total, 0), 1.0))
+    tl.store(mass_ptr + t, mass, mask=t < T)
     weight_sum = 0.0
     for k in range(n_weights):
         weight_sum += tl.load(weights_ptr + k)
@@ -1237,14 +1370,14 @@ def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, lse_ptr, lo
     for k in range(n_weights):
         target = tl.load(targets_ptr + t + k, mask=(t < T) & (t + k < left), other=-1)
         valid = (target >= 0) & (target < V)
-        sigma = tl.load(sigma_ptr + t.to(tl.int64) * V + target, mask=valid, other=0.0).to(tl.float32)
-        loss += tl.where(valid, tl.load(weights_ptr + k) * (lse - CAP * sigma), 0.0)
+        sigma = tl.load(sigma_ptr + t.to(tl.int64) * V + target, mask=valid, other=1.0).to(tl.float32)
+        loss += tl.where(valid, tl.load(weights_ptr + k) * (mass * LN2 - (sigma - 1) * CAP), 0.0)
         wanted = tl.zeros((ROWS,), tl.float32)  # all that this row's targets want of this column: they may repeat
         for j in range(n_weights):
             other = tl.load(targets_ptr + t + j, mask=(t < T) & (t + j < left), other=-1)
             wanted += tl.where(other == target, tl.load(weights_ptr + j), 0.0)
-        g = (weight_sum * tl.exp(CAP * sigma - lse) - wanted) * (sigma - sigma * sigma) * unit
-        tl.store(wanted_ptr + k * T + t, g, mask=t < T)
+        p = tl.exp2((sigma - 1) * LOG2_CAP - mass)
+        tl.store(at_targets_ptr + k * T + t, (weight_sum * p - wanted) * (sigma * (1 - sigma)) * unit, mask=t < T)
     tl.store(loss_ptr + t, loss, mask=t < T)
 
 
@@ -1261,30 +1394,33 @@ def _pack_e5m2(g0, g1, g2, g3, HARDWARE: tl.constexpr):
 
 
 @jit
-def _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE: tl.constexpr):
+def _softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE: tl.constexpr):
     """factor * p * sigma (1 - sigma) at rows t and columns v; 0 in rows past T."""
-    sigma = tl.load(sigma_ptr + t[:, None] * V + v[None, :], mask=(t < T)[:, None] & (v < V)[None, :], other=0.0)
-    sigma = sigma.to(tl.float32)
-    lse = tl.load(lse_ptr + t, mask=t < T, other=0.0) * LOG2E
-    return _exp2(sigma * LOG2_CAP - lse[:, None], HARDWARE) * ((sigma - sigma * sigma) * factor)
+    inside = (t < T)[:, None] & (v < V)[None, :]
+    sigma = tl.load(sigma_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    mass = tl.load(mass_ptr + t, mask=t < T, other=0.0)
+    below = sigma - 1
+    return _exp2(below * LOG2_CAP - mass[:, None], HARDWARE) * (sigma * below * -factor)
 
 
 @jit
-def _head_gradient_kernel(sigma_ptr, lse_ptr, weights_ptr, g_ptr, T, V, n_weights, unit, LOG2_CAP, LOG2E,
-                          ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+def _head_gradient_kernel(sigma_ptr, mass_ptr, weights_ptr, g_ptr, T, V, n_weights, unit, LOG2_CAP, ROWS: tl.constexpr,
+                          COLS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     """The softmax's part of unit * d loss / d logit, one tile, in g's dtype; g may be sigma."""
     tile_t, tile_v = _head_tile(tl.program_id(0), tl.cdiv(T, ROWS), tl.cdiv(V, COLS), GROUP)
     t, v = tile_t * ROWS + tl.arange(0, ROWS), tile_v * COLS + tl.arange(0, COLS)
     factor = 0.0
     for k in range(n_weights):
         factor += tl.load(weights_ptr + k) * unit
-    g = _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
-    tl.store(g_ptr + t[:, None] * V + v[None, :], g.to(g_ptr.dtype.element_ty), mask=(t < T)[:, None] & (v < V)[None, :])
+    g = _softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE)
+    tl.store(g_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], g.to(g_ptr.dtype.element_ty),
+             mask=(t < T)[:, None] & (v < V)[None, :])
 
 
 @jit
-def _head_gradient_fp8_kernel(sigma_ptr, lse_ptr, weights_ptr, g_ptr, g_VT_ptr, T, padded_T, V, stride_VT, n_weights, unit,
-                              LOG2_CAP, LOG2E, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+def _head_gradient_fp8_kernel(sigma_ptr, mass_ptr, weights_ptr, g_ptr, g_VT_ptr, T, padded_T, V, stride_VT, n_weights,
+                              unit, LOG2_CAP, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+                              HARDWARE: tl.constexpr):
     """The same in e5m2, row-major and transposed (as int32 words of four rows). Rows from T to padded_T get zeros."""
     tile_t, tile_v = _head_tile(tl.program_id(0), tl.cdiv(padded_T, ROWS), tl.cdiv(V, COLS), GROUP)
     word = tile_t * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -1292,15 +1428,16 @@ def _head_gradient_fp8_kernel(sigma_ptr, lse_ptr, weights_ptr, g_ptr, g_VT_ptr, 
     factor = 0.0
     for k in range(n_weights):
         factor += tl.load(weights_ptr + k) * unit
-    g0 = _softmax_gradient(sigma_ptr, lse_ptr, t, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
-    g1 = _softmax_gradient(sigma_ptr, lse_ptr, t + 1, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
-    g2 = _softmax_gradient(sigma_ptr, lse_ptr, t + 2, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
-    g3 = _softmax_gradient(sigma_ptr, lse_ptr, t + 3, v, T, V, factor, LOG2_CAP, LOG2E, HARDWARE)
-    words = _pack_e5m2(g0, g1, g2, g3, HARDWARE)
+    # Each thread holds the same columns of four rows, so that what moves through shared memory is whole words.
+    words = _pack_e5m2(_softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE),
+                       _softmax_gradient(sigma_ptr, mass_ptr, t + 1, v, T, V, factor, LOG2_CAP, HARDWARE),
+                       _softmax_gradient(sigma_ptr, mass_ptr, t + 2, v, T, V, factor, LOG2_CAP, HARDWARE),
+                       _softmax_gradient(sigma_ptr, mass_ptr, t + 3, v, T, V, factor, LOG2_CAP, HARDWARE), HARDWARE)
     writable = (t < padded_T)[:, None] & (v < V)[None, :]
     for k in tl.static_range(4):
-        tl.store(g_ptr + (t + k)[:, None] * V + v[None, :], (words >> (8 * k)).to(tl.uint8), mask=writable)
-    tl.store(g_VT_ptr + v.to(tl.int64)[:, None] * (stride_VT // 4) + word[None, :], words.T, mask=writable.T)
+        g_row = g_ptr + ((t + k).to(tl.int64) * V)[:, None]
+        tl.store(g_row + v[None, :], (words >> (8 * k)).to(tl.uint8), mask=writable)
+    tl.store(g_VT_ptr + (v.to(tl.int64) * (stride_VT // 4))[:, None] + word[None, :], words.T, mask=writable.T)
 
 
 @jit
@@ -1360,11 +1497,12 @@ def _cell(value, device):
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _scaled_product(a_MK, b_NK, scale_a, scale_b, dtype):
-    """a b^T * scale_a * scale_b of two FP8 matrices, partial sums promoted to fp32 (no fast accumulation)."""
+def _scaled_product(a_MK, b_NK, scale_a, scale_b, out):
+    """out = a b^T * scale_a * scale_b of two FP8 matrices; partial sums are promoted to fp32 (no fast accumulation)."""
     if not a_MK.is_cuda:  # interpreted kernels
-        return (a_MK.float() @ b_NK.float().T * (scale_a * scale_b)).to(dtype)
-    return torch._scaled_mm(a_MK, b_NK.T, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
+        return out.copy_(a_MK.float() @ b_NK.float().T * (scale_a * scale_b))
+    return torch._scaled_mm(a_MK, b_NK.T, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=False,
+                            out=out)
 
 
 def _padded(rows):
@@ -1384,37 +1522,54 @@ def _quantize(src_RC, scale, *, plain=False, transposed=False, share=None):
     return dst, dst_T
 
 
-def _softcapped_product(x_TD, w, sigma_TV, *, logit_scale):
+def _softcapped_product(x_TD, w, sigma_TV, logit_scale):
     """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP). In FP8, w is (V, D), else (D, V)."""
     (T, V), D, config = sigma_TV.shape, x_TD.shape[1], HEAD_PRODUCT_TILES[x_TD.element_size()]
     rows, cols, depth, w_is_vd = config["ROWS"], config["COLS"], config["DEPTH"], x_TD.element_size() == 1
     sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x_TD.device)
-    _head_product_kernel[(triton.cdiv(T, rows) * len(sums),)](
+    programs = triton.cdiv(T, rows) * len(sums)
+    if config["PERSISTENT"]:
+        programs = min(programs, config["PERSISTENT"] * _multiprocessors(x_TD.device))
+    _head_product_kernel[programs,](
         TensorDescriptor.from_tensor(x_TD, [rows, depth]),
         TensorDescriptor.from_tensor(w, [cols, depth] if w_is_vd else [depth, cols]),
         TensorDescriptor.from_tensor(sigma_TV, [rows, cols]),
-        sums, T, V, D, logit_scale, SHIFT, STRETCH, CAP * LOG2E, W_IS_VD=w_is_vd, HARDWARE=x_TD.is_cuda, **config)
+        sums, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP, W_IS_VD=w_is_vd, HARDWARE=x_TD.is_cuda, **config)
     return sums
 
 
-def _loss_from_sums(sigma_TV, sums, targets, mtp_weights, loss_T):
-    """Fill loss_T and return lse (T,); `targets` starts at the same row and runs to the end of the sequence."""
+def _multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _loss_from_sums(sigma_TV, sums, targets, mtp_weights, loss_T, unit):
+    """Fill loss_T; return log2 of the sum of exp(z - CAP) (T,) and unit * d loss / d logit at the targets (K, T). `targets` starts at the same row
+    and runs to the end of the sequence."""
     T, V = sigma_TV.shape
-    lse_T = torch.empty_like(loss_T)
-    _head_loss_kernel[(triton.cdiv(T, HEAD_LOSS_TILES["ROWS"]),)](
-        sigma_TV, sums, targets, mtp_weights, lse_T, loss_T, T, V, len(sums), len(targets), len(mtp_weights), CAP,
-        **HEAD_LOSS_TILES)
-    return lse_T
+    mass_T = torch.empty_like(loss_T)
+    at_targets_KT = loss_T.new_empty(len(mtp_weights), T)
+    _head_loss_kernel[triton.cdiv(T, HEAD_LOSS_TILES["ROWS"]),](
+        sigma_TV, sums, targets, mtp_weights, mass_T, loss_T, at_targets_KT, T, V, len(sums), len(targets),
+        len(mtp_weights), unit * CAP / STRETCH, CAP, LOG2_CAP, LN2, **HEAD_LOSS_TILES)
+    return mass_T, at_targets_KT
 
 
-def _head_gradient(sigma_TV, lse_T, targets, mtp_weights, g_TV, g_VT, unit):
-    """Fill g_TV (its rows past T with zeros) and, in FP8, the same numbers transposed in g_VT."""
-    (T, V), padded_T, tiles = sigma_TV.shape, len(g_TV), HEAD_GRADIENT_TILES
-    grid = (triton.cdiv(padded_T, tiles["ROWS"]) * triton.cdiv(V, tiles["COLS"]),)
-    _head_gradient_kernel[grid](
-        sigma_TV, lse_T, targets, mtp_weights, g_TV, g_VT, T, padded_T, V, 0 if g_VT is None else g_VT.stride(0),
-        len(targets), len(mtp_weights), unit * CAP / STRETCH, CAP * LOG2E, LOG2E, FP8=g_VT is not None,
-        HARDWARE=sigma_TV.is_cuda, **tiles)
+def _head_gradient(sigma_TV, mass_T, at_targets_KT, targets, mtp_weights, g_TV, g_VT, unit):
+    """Fill g_TV with unit * d loss / d logit (rows past T with zeros), and in FP8 g_VT with the same transposed."""
+    (T, V), padded_T, tiles, fp8 = sigma_TV.shape, len(g_TV), HEAD_GRADIENT_TILES, g_VT is not None
+    grid = triton.cdiv(padded_T, tiles["ROWS"]) * triton.cdiv(V, tiles["COLS"]),
+    numbers = len(mtp_weights), unit * CAP / STRETCH, LOG2_CAP
+    stride_VT = 0
+    if fp8:
+        g_TV, g_VT, stride_VT = g_TV.view(torch.uint8), g_VT.view(torch.uint8), g_VT.stride(0)
+        _head_gradient_fp8_kernel[grid](sigma_TV, mass_T, mtp_weights, g_TV, g_VT.view(torch.int32), T, padded_T, V,
+                                        stride_VT, *numbers, HARDWARE=sigma_TV.is_cuda, **tiles)
+    else:
+        _head_gradient_kernel[grid](sigma_TV, mass_T, mtp_weights, g_TV, T, V, *numbers, HARDWARE=sigma_TV.is_cuda,
+                                    **tiles)
+    _head_targets_kernel[triton.cdiv(T, HEAD_TARGETS_TILES["ROWS"]),](
+        targets, at_targets_KT, g_TV, g_VT, T, V, stride_VT, len(targets), len(mtp_weights), FP8=fp8,
+        **HEAD_TARGETS_TILES)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -1436,15 +1591,16 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, T, chunk):
             rows, later = slice(start, min(start + chunk, T)), targets[start:]
             sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
-            sums = _softcapped_product(x_in[rows], w_in, sigma_TV, logit_scale=X_SCALE * W_SCALE if fp8 else 1.0)
-            lse_T = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows])
+            sums = _softcapped_product(x_in[rows], w_in, sigma_TV, X_SCALE * W_SCALE if fp8 else 1.0)
+            unit = 1 / G_SCALE if fp8 else 1.0
+            mass_T, at_targets_KT = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows], unit)
             if training and fp8:
                 g_TV = g[:_padded(rows.stop - start)]
-                _head_gradient(sigma_TV, lse_T, later, mtp_weights, g_TV, g_VT[:, start:], 1 / G_SCALE)
-                dx[start:start + len(g_TV)] = _scaled_product(g_TV, quantized.w8_DV, _cell(G_SCALE, x.device),
-                                                              _cell(W_SCALE, x.device), x.dtype)
+                _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, g_TV, g_VT[:, start:], unit)
+                _scaled_product(g_TV, quantized.w8_DV, _cell(G_SCALE, x.device), _cell(W_SCALE, x.device),
+                                dx[start:start + len(g_TV)])
             elif training:
-                _head_gradient(sigma_TV, lse_T, later, mtp_weights, sigma_TV, None, 1.0)
+                _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, sigma_TV, None, unit)
                 torch.mm(sigma_TV, lm_head.T, out=dx[rows])
         ctx.fp8 = fp8
         ctx.save_for_backward(*((x, dx[:T], g_VT if fp8 else sigma) if training else ()))
@@ -1461,7 +1617,7 @@ class _HeadLoss(torch.autograd.Function):
             top = grad_T.abs().amax()
             share_T = grad_T / torch.where(top > 0, top, 1.0)
             x8_DT = _quantize(x, X_SCALE, transposed=True, share=share_T)[1]
-            dw = _scaled_product(x8_DT, g, _cell(X_SCALE, x.device), top * G_SCALE, x.dtype)
+            dw = _scaled_product(x8_DT, g, _cell(X_SCALE, x.device), top * G_SCALE, x.new_empty(x.shape[1], len(g)))
         elif ctx.needs_input_grad[1]:
             dw = torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T @ g
         return dx, dw, None, None, None, None
@@ -1514,7 +1670,9 @@ def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
     require(mtp_weights.dim() == 1 and len(mtp_weights) > 0 and mtp_weights.dtype.is_floating_point,
             f"mtp_weights must be a vector of at least one float, got {tuple(mtp_weights.shape)} {mtp_weights.dtype}; "
             "pass one weight a predicted token")
-    require(fp8 or quantized is None, "a quantized head is only read in FP8, got fp8=False; pass fp8=True or leave it out")
+    require(quantized is None or fp8 and quantized.w8_DV.shape == lm_head.shape,
+            f"quantized must be quantize_head(lm_head) and is read with fp8=True only, got fp8={fp8} and shape "
+            f"{quantized and tuple(quantized.w8_DV.shape)} for {tuple(lm_head.shape)}; quantize this lm_head or leave it out")
     if not _runs_kernel(lm_head, x, targets):
         return head_loss_reference(x, lm_head, targets, mtp_weights, fp8=fp8, quantized=quantized)
     quantized = (quantized or quantize_head(lm_head)) if fp8 else None
@@ -1539,9 +1697,9 @@ def head_cross_entropy(x, lm_head, targets, chunk=8192):
     loss_T, weight = x.new_empty(len(x), dtype=torch.float32), _cell(1.0, x.device)[None]
     for start in range(0, len(x), chunk):
         rows = slice(start, min(start + chunk, len(x)))
-        sums = _softcapped_product(x[rows], lm_head, sigma[:rows.stop - start], logit_scale=1.0)
+        sums = _softcapped_product(x[rows], lm_head, sigma[:rows.stop - start], 1.0)
         # Without the rows after the chunk: an evaluation target is its own row's.
-        _loss_from_sums(sigma[:rows.stop - start], sums, targets[rows], weight, loss_T[rows])
+        _loss_from_sums(sigma[:rows.stop - start], sums, targets[rows], weight, loss_T[rows], 1.0)
     return loss_T
 
 
@@ -1591,15 +1749,20 @@ def _aot_rows():
                  sigma_desc=f"tensordesc<{sigma}[{rows_}, {cols}]>", sums_ptr="*fp32", T="i32:16", V="i32:16", D="i32:16",
                  logit_scale="fp32", SHIFT="fp32", STRETCH="fp32", LOG2_CAP="fp32"), archs,
             W_IS_VD=size == 1, HARDWARE=True, **tile)
-    for fp8, g, archs in (True, "*fp8e5", (90,)), (False, "*bf16", (80, 90)):
-        add(f"head_gradient {g}", _head_gradient_kernel,
-            dict(sigma_ptr="*bf16", lse_ptr="*fp32", targets_ptr="*i64", weights_ptr="*fp32", g_ptr=g, g_VT_ptr=g,
-                 T="i32:16", padded_T="i32:16", V="i32:16", stride_VT="i32:16", left="i32:16", n_weights="i32",
-                 unit="fp32", LOG2_CAP="fp32", LOG2E="fp32"), archs, FP8=fp8, HARDWARE=True, **HEAD_GRADIENT_TILES)
-    add("head_loss", _head_loss_kernel,
-        dict(sigma_ptr="*bf16", sums_ptr="*fp32", targets_ptr="*i64", weights_ptr="*fp32", lse_ptr="*fp32",
-             loss_ptr="*fp32", T="i32:16", V="i32:16", tiles="i32", left="i32:16", n_weights="i32", CAP="fp32"),
-        (80, 90), **HEAD_LOSS_TILES)
+    gradient = dict(sigma_ptr="*bf16", mass_ptr="*fp32", weights_ptr="*fp32", T="i32:16", V="i32:16", n_weights="i32",
+                    unit="fp32", LOG2_CAP="fp32")
+    add("head_gradient", _head_gradient_kernel, gradient | dict(g_ptr="*bf16"), (80, 90), HARDWARE=True,
+        **HEAD_GRADIENT_TILES)
+    add("head_gradient_fp8", _head_gradient_fp8_kernel,
+        gradient | dict(g_ptr="*u8", g_VT_ptr="*i32", padded_T="i32:16", stride_VT="i32:16"), (90,), HARDWARE=True,
+        **HEAD_GRADIENT_TILES)
+    rows_of = dict(targets_ptr="*i64", T="i32:16", V="i32:16", left="i32:16", n_weights="i32")
+    add("head_loss", _head_loss_kernel, rows_of | dict(
+        sigma_ptr="*bf16", sums_ptr="*fp32", weights_ptr="*fp32", mass_ptr="*fp32", loss_ptr="*fp32", at_targets_ptr="*fp32",
+        tiles="i32", unit="fp32", CAP="fp32", LOG2_CAP="fp32", LN2="fp32"), (80, 90), **HEAD_LOSS_TILES)
+    for fp8, g, archs in (True, "*u8", (90,)), (False, "*bf16", (80, 90)):
+        add(f"head_targets {g}", _head_targets_kernel, rows_of | dict(
+            at_targets_ptr="*fp32", g_ptr=g, g_VT_ptr=g, stride_VT="i32:16"), archs, FP8=fp8, **HEAD_TARGETS_TILES)
     for shared, plain, transposed in (False, True, True), (False, True, False), (True, False, True):
         add(f"quantize_head {shared} {plain} {transposed}", _quantize_head_kernel,
             dict(src_ptr="*bf16", share_ptr="*fp32", dst_ptr="*fp8e4nv", dst_T_ptr="*fp8e4nv", R="i32:16", C="i32:16",

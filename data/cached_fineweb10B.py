@@ -4,7 +4,7 @@
 
 Shards go to data/fineweb10B under DATA_PATH (default: the current folder). Each is fetched beside that folder's files
 and moved there only once its header, length and sha256 are right, so a shard that is there is whole; run again, the
-command verifies what is there and fetches what is missing. A file that was interrupted starts anew.
+command verifies what is there and fetches what is missing. A file whose fetching was interrupted starts anew.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 from tqdm import tqdm
@@ -43,7 +44,7 @@ SHARD_BYTES = 1024 + 2 * SHARD_TOKENS
 # on average, and FineWeb's are shorter. Nine shards, 900 million, leave room for a schedule nearly half as long again.
 DEFAULT_SHARDS = 9
 
-RETRY_SECONDS = (5, 30)  # before the second and third attempt at a file; huggingface_hub retries inside each as well
+RETRY_SECONDS = (2, 10)  # before the second and third attempt at a file; huggingface_hub retries inside each as well
 STALL_SECONDS = 300  # without a single byte before giving up
 POLL_SECONDS = 0.5
 JOBS = 4  # files at a time
@@ -58,13 +59,14 @@ class Problem(NamedTuple):
 
 AGAIN = "and run the same command again"
 LOG_IN = f"log in with `hf auth login`, or unset an outdated HF_TOKEN, {AGAIN}"
-CHECK_NETWORK = f"check the network (proxy, HF_ENDPOINT, HF_HUB_OFFLINE) or wait some minutes, {AGAIN}"
+CHECK_NETWORK = f"check the network (proxy, HF_ENDPOINT) or wait some minutes, {AGAIN}"
 HTTP_PROBLEMS = {
     401: Problem("the hub refuses access (HTTP 401)", LOG_IN, False),
     403: Problem("the hub refuses access (HTTP 403)", LOG_IN, False),
     404: Problem(f"{REPO} has no such file (HTTP 404)", "make shards from text instead, with data/fineweb.py", False),
     429: Problem("the hub wants fewer requests (HTTP 429)", f"wait some minutes or log in, {AGAIN}", False),
 }
+OFFLINE = Problem("huggingface_hub is in offline mode", f"unset HF_HUB_OFFLINE {AGAIN}", False)
 DISK_FULL = Problem("the disk is full", f"make room, or set DATA_PATH to a folder on another disk, {AGAIN}", False)
 
 
@@ -87,6 +89,8 @@ def problem_of(error: BaseException) -> Problem:
     """Name what went wrong with a download, say what to do, and whether to try again first."""
     if any(isinstance(e, OSError) and e.errno in (ENOSPC, EDQUOT) for e in causes(error)):
         return DISK_FULL
+    if any(isinstance(e, OfflineModeIsEnabled) for e in causes(error)):
+        return OFFLINE
     if (status := status_of(error)) in HTTP_PROBLEMS:
         return HTTP_PROBLEMS[status]
     if isinstance(error, DamagedFile):
@@ -128,8 +132,11 @@ def fetch_once(name: str, folder: Path, staging: Path, force: bool) -> str:
     return digest
 
 
-def fetch(name: str, folder: Path, staging: Path, stop: threading.Event) -> str | Problem | None:
-    """The shard's sha256 once it is in `folder`, or the problem that remains after retries; None if stopped before."""
+def fetch(name: str, folder: Path, staging: Path, stop: threading.Event, said: set[str]) -> str | Problem | None:
+    """The shard's sha256 once it is in `folder`, or the problem that remains after retries; None if stopped before.
+
+    `said` are the problems that were mentioned already: what ails all files is said once.
+    """
     for attempt in range(1 + len(RETRY_SECONDS)):
         if stop.is_set():
             return None
@@ -138,24 +145,44 @@ def fetch(name: str, folder: Path, staging: Path, stop: threading.Event) -> str 
         except Exception as error:  # the hub's client lets through httpx, ssl, xet and disk errors alike
             problem = problem_of(error)
             (staging / name).unlink(missing_ok=True)
-            if not problem.retry or attempt == len(RETRY_SECONDS):
+            if not problem.retry:
+                stop.set()  # what ails this file ails them all
+            if stop.is_set() or attempt == len(RETRY_SECONDS):
                 return problem
-            tqdm.write(f"{name}: {problem.what}; attempt {attempt + 2} follows", file=sys.stderr)
+            if problem.what not in said:
+                said.add(problem.what)
+                tqdm.write(f"{name}: {problem.what}, trying again", file=sys.stderr)
             stop.wait(RETRY_SECONDS[attempt])
 
 
 # === All shards ===
-def verify_present(names: list[str], folder: Path) -> list[str]:
-    """Names of the shards that are missing or damaged; says which are damaged."""
-    missing = []
-    for name in tqdm([n for n in names if (folder / n).exists()], desc="verifying", unit="shard"):
+def find_missing(names: list[str], folder: Path) -> list[str]:
+    """Names of the shards to fetch; those that are there are verified, and set aside where they are damaged."""
+    present = [folder / name for name in names if (folder / name).exists()]
+    for path in tqdm(present, desc="verifying", unit="shard", disable=not present):
         try:
-            check_arrived(folder / name)
-            matches_recorded_sum(folder / name)
+            check_arrived(path)
+            if not matches_recorded_sum(path):
+                record_sums(folder, {path.name: sha256(path)})
         except ValueError:
-            tqdm.write(f"{name} is damaged and is fetched again", file=sys.stderr)
-            missing.append(name)
-    return [name for name in names if name in missing or not (folder / name).exists()]
+            aside = path.replace(path.with_name(f"{path.name}.damaged"))
+            tqdm.write(f"{path.name} is damaged: it is now {aside.name}, and fetched again", file=sys.stderr)
+    return [name for name in names if not (folder / name).exists()]
+
+
+@contextlib.contextmanager
+def sole_use(folder: Path) -> Iterator[None]:
+    """Hold the folder alone: a second run waits for the first, then finds everything there."""
+    lock = FileLock(folder / ".download.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"another run is at work in {folder}: waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def bytes_in(folder: Path) -> int:
@@ -169,9 +196,9 @@ def bytes_in(folder: Path) -> int:
 
 def fetch_all(missing: list[str], folder: Path, staging: Path) -> dict[str, Problem]:
     """Fetch shards, several at a time, under one progress bar; return the problems of those that did not come."""
-    stop, problems = threading.Event(), {}
+    stop, said, problems = threading.Event(), set(), {}
     pool = ThreadPoolExecutor(JOBS)
-    names = {pool.submit(fetch, name, folder, staging, stop): name for name in missing}
+    names = {pool.submit(fetch, name, folder, staging, stop, said): name for name in missing}
     pending, landed, last_change = set(names), 0, time.monotonic()
     with tqdm(total=len(missing) * SHARD_BYTES, unit="B", unit_scale=True, desc="fetching") as bar:
         while pending:
@@ -180,10 +207,8 @@ def fetch_all(missing: list[str], folder: Path, staging: Path) -> dict[str, Prob
                 if isinstance(result, str):
                     record_sums(folder, {name: result})
                     landed += (folder / name).stat().st_size
-                    continue
-                problems |= {name: result} if result else {}
-                if result and not result.retry:
-                    stop.set()  # what ails this file ails them all
+                elif result:
+                    problems[name] = result
             progress = landed + bytes_in(staging) - bar.n
             if progress or done:
                 last_change = time.monotonic()
@@ -191,6 +216,7 @@ def fetch_all(missing: list[str], folder: Path, staging: Path) -> dict[str, Prob
             if time.monotonic() - last_change > STALL_SECONDS:
                 stalled = Problem(f"no byte arrived for {STALL_SECONDS} s", CHECK_NETWORK, True)
                 problems |= {names[future]: stalled for future in pending}
+                stop.set()
                 break
     pool.shutdown(wait=False, cancel_futures=True)
     return problems
@@ -213,9 +239,9 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     disable_progress_bars()  # huggingface_hub's: one bar for all files is enough, and one message about each
     set_verbosity_error()
-    with FileLock(folder / ".download.lock"):  # a second run waits for the first, then finds everything there
+    with sole_use(folder):
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-        missing = verify_present(names, folder)
+        missing = find_missing(names, folder)
         needed, free = len(missing) * SHARD_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise ValueError(

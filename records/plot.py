@@ -69,16 +69,18 @@ def draw_curves(ax, curves: list[np.ndarray], x: int, target: float, end_only: b
 def draw_stages(ax, groups: list[Group], stages: tuple[int, ...] | None) -> None:
     """Bars of the mean over runs, whiskers of one standard deviation."""
     width = 0.8 / len(groups)
-    tallest, most = 0.0, 0
+    tallest, most, all_starts = 0.0, 0, set()
     for i, (group, color) in enumerate(zip(groups, COLORS * len(groups))):
-        times = np.array([stage_times(run, stages or group.runs[0].stages) for run in group.runs])
+        shortest = min(run.steps for run in group.runs)
+        starts = tuple(start for start in stages or group.runs[0].stages if start < shortest)
+        all_starts.add(starts)
+        times = np.array([stage_times(run, starts) for run in group.runs])
         sd = times.std(axis=0, ddof=1) if len(times) > 1 else None
         at = np.arange(times.shape[1]) + (i - (len(groups) - 1) / 2) * width
         bars = ax.bar(at, times.mean(axis=0), width, color=color, yerr=sd, ecolor="0.2", error_kw={"elinewidth": 1})
         ax.bar_label(bars, fmt="%.1f", fontsize=8, padding=3, rotation=90 if len(groups) > 2 else 0)
         tallest, most = max(tallest, times.mean(axis=0).max()), max(most, times.shape[1])
-    starts = {stages or group.runs[0].stages for group in groups}
-    firsts = [f"\nfrom {start}" for start in starts.pop()] if len(starts) == 1 else [""] * most
+    firsts = [f"\nfrom {start}" for start in all_starts.pop()] if len(all_starts) == 1 else [""] * most
     ax.set_xticks(range(most), [f"stage {i}{firsts[i]}" for i in range(most)])
     ax.set(ylabel="ms per step", ylim=(0, 1.25 * tallest))
     ax.grid(axis="y", alpha=0.25)
@@ -101,7 +103,7 @@ def draw_finals(ax, groups: list[Group], target: float) -> None:
     ax.axvline(target, **TARGET_LINE)
     ax.set_yticks(range(len(groups)), labels, fontsize=8)
     everything = [target, *(run.loss for group in groups for run in group.runs)]
-    ax.set(xlim=around(everything), ylim=(max(len(groups), 2) - 0.5, -0.5), xlabel="final validation loss")
+    ax.set(xlim=around(everything), ylim=(len(groups) - 0.5, -0.5), xlabel="final validation loss")
     ax.grid(axis="x", alpha=0.25)
 
 

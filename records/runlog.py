@@ -17,7 +17,7 @@ RULE = "=" * 100
 BEGIN = re.compile(rb"##### BEGIN (\S+) bytes=(\d+) sha256=([0-9a-f]{64}) #####\n")
 PUBLIC_HEADER = re.compile(rf"^{RULE}\n(?=Running Python )", re.M)
 PUBLIC_BANNER = re.compile(r"^[-=#]{20,}\n# *([\w/.-]+\.py)\n[-=#]{20,}\n", re.M)  # before each kernel file
-STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))? train_time:(\d+)ms step_avg:\S+ms\s*")
+STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:(\d+\.\d+|nan|inf))? train_time:(\d+)ms step_avg:\S+ms\s*")
 WARMUP = re.compile(r"^Sampling steps \[([\d, ]+)\] for warmup", re.M)
 GPU_ROW = re.compile(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|\s+[0-9A-Fa-f]{8}:", re.M)  # nvidia-smi, one row a GPU
 HEADER_FIELDS = {
@@ -31,7 +31,8 @@ HEADER_FIELDS = {
     "torch": r"^Running PyTorch (\S+)",
     "triton": r"^Running Triton version (.+?)\s*$",
     "driver": r"Driver Version: (\S+)",
-    "attention": r"^attention: (.+?)\s*$",
+    "attention": r"^attention: (\w+)",  # what was chosen, where the option says auto
+    "fp8": r"^attention: .*; fp8: (\w+)",
 }
 PER_RUN_OPTIONS = {"run_id", "seed"}  # meant to differ between the runs of one group
 
@@ -119,23 +120,19 @@ def split_log(data: bytes) -> tuple[dict[str, str], str]:
     except UnicodeDecodeError:
         raise LogError("it is not UTF-8 text") from None
     unix = data.replace(b"\r\n", b"\n")
-    if BEGIN.match(unix):
-        try:  # as written; a source may hold Windows line ends of its own
-            sources, end = read_blocks(data)
-            if not sources:
-                raise LogError("Windows line ends")
-            return sources, data[end:].replace(b"\r\n", b"\n").decode("utf-8")
-        except LogError:  # the whole log was converted to Windows line ends on its way
-            sources, end = read_blocks(unix)
-            return sources, unix[end:].decode("utf-8")
+    log = data if BEGIN.match(data) else unix  # bytes are counted as written: a source may hold Windows line ends
+    if BEGIN.match(log):
+        sources, end = read_blocks(log)
+        return sources, log[end:].replace(b"\r\n", b"\n").decode("utf-8")
     text = unix.decode("utf-8")
     headers = list(PUBLIC_HEADER.finditer(text))
     if not headers:
         raise LogError("it is not a training log, or it ends before its header (a rule of 100 '=', 'Running Python')")
     start = headers[-1].start()
-    names = ["train_gpt.py"] + [m[1] for m in PUBLIC_BANNER.finditer(text[:start])]
-    cuts = [0] + [edge for m in PUBLIC_BANNER.finditer(text[:start]) for edge in m.span()] + [start]
-    parts = [text[a:b].strip("\n") + "\n" for a, b in zip(cuts[::2], cuts[1::2])]
+    banners = list(PUBLIC_BANNER.finditer(text[:start]))
+    names = ["train_gpt.py", *(banner[1] for banner in banners)]
+    edges = [0, *(edge for banner in banners for edge in banner.span()), start]
+    parts = [text[a:b].strip("\n") + "\n" for a, b in zip(edges[::2], edges[1::2])]
     return {name: part for name, part in zip(names, parts) if part.strip()}, text[start:]
 
 
@@ -165,11 +162,11 @@ def parse_header(header: str) -> dict:
 def stage_starts(header: str) -> tuple[int, ...]:
     """First steps of the stages: the warm-up samples steps s-2 .. s+1 around every start s after the first."""
     match = WARMUP.search(header)
-    if not match:
-        return (0,)
-    sampled = {int(step) for step in re.findall(r"\d+", match[1])}
-    starts = [s for s in sampled if {s - 2, s - 1, s, s + 1} <= sampled and not {s - 3, s + 2} & sampled]
-    return (0, *sorted(starts))
+    sampled = [int(step) for step in re.findall(r"\d+", match[1])] if match else []
+    around_starts = [step for step in sampled if step > 1]  # 0 and 1 are sampled as well
+    starts = around_starts[2::4]
+    known = set(around_starts) <= {start + k for start in starts for k in (-2, -1, 0, 1)}
+    return (0, *starts) if known else (0,)
 
 
 def parse_log(path: Path) -> Run:
@@ -242,16 +239,18 @@ def logs_in(folder: Path) -> list[Path]:
 
 
 def find_logs(arguments: list[str]) -> dict[str, tuple[str, list[Path]]]:
-    """{label: (short name, files)} of each group: a folder, a quoted pattern ('logs/a*.txt'), or all plain files."""
+    """{label: (short name, files)} of each group: a folder, a quoted pattern, or the plain files of one folder."""
     members = {}
-    loose = [Path(argument) for argument in arguments if Path(argument).is_file()]
+    plain = [Path(argument) for argument in arguments if Path(argument).is_file()]
     for argument in arguments:
         path = Path(argument)
+        siblings = [file for file in plain if file.parent == path.parent]
         if path.is_dir():
             members[argument] = path.resolve().name, logs_in(path)
-        elif path in loose:
-            label = argument if len(loose) == 1 else f"{len(loose)} files in {loose[0].parent}"
-            members[label] = path.stem if len(loose) == 1 else loose[0].resolve().parent.name, loose
+        elif path in plain and len(siblings) == 1:
+            members[argument] = path.stem, siblings
+        elif path in plain:
+            members[f"files in {path.parent}"] = path.resolve().parent.name, siblings
         elif matches := sorted(glob.glob(argument)):
             members[argument] = path.stem, [Path(match) for match in matches]
         else:
@@ -281,7 +280,7 @@ def describe(run: Run) -> dict[str, object]:
     """What should be equal within a group: {name of the property: value}."""
     options = {f"option {key}": value for key, value in run.config.items() if key not in PER_RUN_OPTIONS}
     traits = {"step counts": run.steps, "embedded sources": run.source_digest[:12]}
-    return traits | machine(run) | {"attention": run.info.get("attention")} | options
+    return traits | machine(run) | {key: run.info.get(key) for key in ("attention", "fp8")} | options
 
 
 def machine(run: Run) -> dict[str, object]:
@@ -312,6 +311,9 @@ def notes_on(groups: list[Group], baseline: Group) -> list[str]:
         for key in dict.fromkeys(key for _, trait in traits for key in trait):
             if found := mixed([(name, trait.get(key)) for name, trait in traits]):
                 notes.append(f"{group.name} mixes {key}: {found}.")
+        seeds = Counter(run.config["seed"] for run in group.runs if "seed" in run.config)
+        notes += [f"{group.name}: {n} runs share seed={seed}, so they are not independent; give each run its own seed."
+                  for seed, n in seeds.items() if n > 1]
         notes += [f"{group.name}: {run.path.name} ended with a loss of {run.loss}; it counts." for run in group.runs
                   if not run.loss < float("inf")]
         if group is baseline:

@@ -3,7 +3,7 @@
 python records/snapshot.py --name MuddGatedAndDC LOG... [--baseline GROUP] [--against RECORD] [--date YYYY-MM-DD]
 
 Makes records/<date>_<Name>/ with the logs, the source they embed (source/, checked against the logs), the logs of the
-baseline (baseline/), the changed lines (changes.diff) and a README to complete. LOG... are files or one folder.
+baseline (baseline/), the changed lines (changes.diff) and a README to complete. LOG... are files or folders.
 An existing folder is never touched.
 """
 import argparse
@@ -16,7 +16,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from runlog import Group, LogError, Run, extract_sources, logs_in, read_groups, run_command, sha256
+from runlog import (
+    Group,
+    LogError,
+    Run,
+    extract_sources,
+    find_logs,
+    logs_in,
+    read_group,
+    read_groups,
+    run_command,
+    sha256,
+)
 from stats import parse_target, report
 
 HERE = Path(__file__).resolve().parent
@@ -242,7 +253,7 @@ def parse_date(text: str) -> datetime.date:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="log files, or one folder of them")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="log files, or folders of them")
     parser.add_argument("--name", required=True, help="the record's name, such as MuddGatedAndDC")
     parser.add_argument("--baseline", metavar="GROUP", help="logs to compare with; they are copied too")
     parser.add_argument("--against", metavar="RECORD", type=Path,
@@ -251,14 +262,10 @@ def main() -> None:
     parser.add_argument("--target", type=parse_target, default=3.28, help="loss to stay below (default: 3.28)")
     parser.add_argument("--to", type=Path, default=HERE, metavar="DIR", help="where records live (default: here)")
     args = parser.parse_args()
-    groups, baseline = read_groups(args.logs, args.baseline)
-    ours = [group for group in groups if args.baseline is None or group is not baseline]
-    if len(ours) != 1:
-        raise ValueError(f"A record is one group of logs beside its baseline, and {len(ours)} were named; name one.")
-    [group] = ours
-    group.name = args.name
-    record = Record(args.name, args.date.isoformat(), group, baseline if args.baseline else None,
-                    common_sources(group.runs), args.target)
+    group = read_group(args.name, [file for _, files in find_logs(args.logs).values() for file in files])
+    baseline = read_groups([args.baseline])[1] if args.baseline else None
+    sources = common_sources(group.runs)
+    record = Record(args.name, args.date.isoformat(), group, baseline, sources, args.target)
     folder = write_record(record, args.to, args.against)
     print(f"Made {folder}; complete its README.md and add its line to {HERE / 'README.md'}.")
 

@@ -2,7 +2,7 @@
 
 python records/stats.py GROUP... [--baseline GROUP] [--target 3.28] [--format text|md|json]
 
-A GROUP is a folder of logs, a quoted pattern ('logs/a*.txt'), or all the log files named one by one together. The
+A GROUP is a folder of logs, a quoted pattern ('logs/a*.txt'), or the files of one folder named one by one. The
 baseline is the first group unless --baseline names another. Losses and times are those of the final validation line,
 sd is a sample's (n - 1). 'Welch p' is the two-sided test of the difference on its left; the last p is the one-sided
 test that the mean loss is below the target.

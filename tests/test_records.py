@@ -113,14 +113,14 @@ def own_log(steps: int, loss: str, seconds: float, *, run_id: str = "run-a", sou
             hardware: str = "8 x NVIDIA H100 80GB HBM3", commit: str = "0123456789" * 4, options: dict | None = None,
             attention: str = "triton", train_lines: bool = False) -> bytes:
     sources = sources or {"train_gpt.py": HOSTILE, "triton_kernels.py": "# no newline at the end"}
-    config = {"preset": "record", "seed": 0, "fp8": "auto", "run_id": run_id, "resume": ""} | (options or {})
+    config = {"preset": "record", "seed": 99, "fp8": "auto", "run_id": run_id, "resume": ""} | (options or {})
     header = "\n".join([
         RULE, f"run_id: {run_id}", f"commit: {commit}", f"config: {json.dumps(config)}",
         "Running Python 3.11.7 (main, x)", "Running PyTorch 2.13.0+cu130", "Running Triton version 3.7.1",
         'packages: {"numpy": "2.3.5", "torch": "2.13.0"}', f"hardware: {hardware}", "world_size: 8",
         nvidia_smi(8, "NVIDIA H100 80GB HBM3"), RULE,
     ])
-    body = f"\nattention: {attention} (as asked)\n" + step_lines(steps, loss, seconds, train_lines)
+    body = f"\nattention: {attention} (as asked); fp8: on (as asked)\n" + step_lines(steps, loss, seconds, train_lines)
     return b"".join(block(name, text) for name, text in sources.items()) + header.encode() + body.encode()
 
 
@@ -130,8 +130,8 @@ LAYOUTS = {"public": public_log, "own": own_log}
 def write_group(folder: Path, steps: int, losses: str, times: str, layout: str = "public", **options) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for i, (loss, time) in enumerate(zip(losses.split(), times.split(), strict=True)):
-        run_id = {"run_id": f"{folder.name}-{i:02}"} if layout == "own" else {}
-        log = LAYOUTS[layout](steps, loss, float(time), **run_id, **options)
+        own = {"run_id": f"{folder.name}-{i:02}", "options": {"seed": i}} if layout == "own" else {}
+        log = LAYOUTS[layout](steps, loss, float(time), **own, **options)
         (folder / f"{i:02}.txt").write_bytes(log)
     return folder
 
@@ -415,8 +415,9 @@ def test_a_diverged_run_counts_and_is_said_aloud(tmp_path):
      "g mixes hardware: 8 x NVIDIA H100 80GB HBM3 (2), 8 x NVIDIA H200 (1: odd.txt)."),
     (dict(sources={"train_gpt.py": "x = 2\n"}), "g mixes embedded sources: "),
     (dict(options={"fp8": "off"}), "g mixes option fp8: auto (2), off (1: odd.txt)."),
-    (dict(attention="torch"), "g mixes attention: triton (as asked) (2), torch (as asked) (1: odd.txt)."),
+    (dict(attention="torch"), "g mixes attention: triton (2), torch (1: odd.txt)."),
     (dict(options={"seed": 7}), None),
+    (dict(options={"seed": 1}), "g: 2 runs share seed=1, so they are not independent"),
 ])
 def test_mixtures_are_said_aloud(tmp_path, change, said):
     folder = write_group(tmp_path / "g", 10, "3.2700 3.2701", "1.5 1.6", layout="own")
@@ -440,12 +441,14 @@ def test_other_hardware_than_the_baselines_is_said_aloud(tmp_path):
 def test_groups_are_folders_patterns_or_files(tmp_path):
     folder = write_group(tmp_path / "g", 10, "3.27 3.28 3.29", "1.5 1.6 1.7")
     files = sorted(map(str, folder.glob("*.txt")))
+    other = str(write_group(tmp_path / "h", 10, "3.27", "1.5") / "00.txt")
     for arguments, names, sizes in (
         ([str(folder)], ["g"], [3]),
         (files, ["g"], [3]),
         (files[:1], ["00"], [1]),
         ([str(folder / "0[12].txt")], ["0[12]"], [2]),
-        ([str(folder), files[0], files[1]], [str(folder), f"2 files in {folder}"], [3, 2]),
+        ([str(folder), files[0], files[1]], [str(folder), f"files in {folder}"], [3, 2]),
+        ([files[0], files[1], other], ["g", "00"], [2, 1]),
     ):
         groups, baseline = runlog.read_groups(arguments)
         assert [group.name for group in groups] == names and [len(group.runs) for group in groups] == sizes
@@ -552,7 +555,7 @@ def test_snapshot_holds_logs_verified_source_and_readme(tmp_path, records, monke
                  "| `train_gpt.py` | +2 | -1 |", "| `data/fineweb.py` | +1 | -0 |",
                  f"git checkout {'0123456789' * 4} -- . ':!records'",
                  "cp -r records/2026-11-30_MuddGatedAndDC/source/. .",
-                 "NPROC=8 ./run.sh preset=record seed=0 fp8=auto"):
+                 "NPROC=8 ./run.sh preset=record fp8=auto\n", "all runs: seed = 0, 1, 2, "):
         assert line in readme, line
     assert (record / "changes.diff").read_text(encoding="utf-8") == (
         "--- /dev/null\n+++ b/data/fineweb.py\n@@ -0,0 +1 @@\n+# no newline at the end, σ\n"
@@ -582,7 +585,9 @@ def test_snapshot_tells_options_that_vary_and_quotes_those_that_do_not(tmp_path,
         options = {"seed": seed, "train_files": "my data/*.bin", "checkpoint_every": 0}
         log = own_log(10, "3.27", 1.5 + seed, run_id=f"s{seed}", options=options, commit="unknown")
         (tmp_path / f"s{seed}.txt").write_bytes(log)
-    snap(monkeypatch, "--name", "Seeds", tmp_path / "s1.txt", tmp_path / "s2.txt", "--to", records)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "s2.txt").rename(tmp_path / "more" / "s2.txt")
+    snap(monkeypatch, "--name", "Seeds", tmp_path / "s1.txt", tmp_path / "more", "--to", records)
     readme = (records / "2026-11-30_Seeds" / "README.md").read_text(encoding="utf-8")
     assert "NPROC=8 ./run.sh preset=record fp8=auto 'train_files=my data/*.bin' checkpoint_every=0\n" in readme
     assert "Not the same in all runs: seed = 1, 2." in readme and "git checkout" not in readme
@@ -602,7 +607,6 @@ def test_snapshot_refuses_and_leaves_nothing_behind(tmp_path, records, monkeypat
         (["--name", "Mixed", mixed], "00.txt and odd.txt differ in train_gpt.py"),
         (["--name", "Evil", evil], "inside the project"),
         (["--name", "Bare", bare], "embeds none"),
-        (["--name", "Two", good, mixed], "2 were named"),
         (["--name", "Same", good / "00.txt", tmp_path / "00.txt"], "two are 00.txt"),
         (["--name", "Against", good, "--against", records], "holds no .txt file"),
         (["--name", "Against", good, "--against", tmp_path / "project/train_gpt.py"], "it is not a training log"),
@@ -615,6 +619,19 @@ def test_snapshot_refuses_and_leaves_nothing_behind(tmp_path, records, monkeypat
     sentence = one_sentence(command("snapshot", "--name", "Once", "--date", "2026-11-30", good, "--to", records))
     assert "never overwritten" in sentence
     assert before == {path: path.read_bytes() for path in records.rglob("*") if path.is_file()}
+
+
+def test_a_log_that_changes_while_it_is_copied_is_found(tmp_path, records, monkeypatch):
+    good = write_group(tmp_path / "good", 10, "3.27", "1.5", layout="own", sources=SOURCES)
+
+    def copy_another(runs, folder):
+        folder.mkdir(parents=True)
+        (folder / "00.txt").write_bytes(own_log(10, "3.27", 1.5, sources=SOURCES | {"train_gpt.py": "x = 9\n"}))
+
+    monkeypatch.setattr(snapshot, "copy_logs", copy_another)
+    with pytest.raises(ValueError, match="source/train_gpt.py must equal what 00.txt embeds"):
+        snap(monkeypatch, "--name", "Good", good, "--to", records)
+    assert list(records.iterdir()) == []
 
 
 def test_a_source_damaged_on_disk_is_found(tmp_path):
@@ -630,9 +647,16 @@ def test_a_source_damaged_on_disk_is_found(tmp_path):
 # === Plots ===
 
 
-def test_stages_come_from_the_warm_up_line():
-    line = "Sampling steps [0, 1, 423, 424, 425, 426, 848, 849, 850, 851, 1273, 1274, 1275, 1276] for warmup"
-    assert runlog.stage_starts(f"Compiling\n{line}\nResetting Model\n") == (0, 425, 850, 1275)
+@pytest.mark.parametrize("sampled, starts", [
+    ([0, 1, 423, 424, 425, 426, 848, 849, 850, 851, 1273, 1274, 1275, 1276], (0, 425, 850, 1275)),
+    ([0, 1, 8, 9, 10, 11, 12, 13, 14, 15], (0, 10, 14)),
+    ([0, 1, 8, 9, 10], (0, 10)),  # an extension of one step
+    ([0, 1, 2, 3], (0,)),  # too short a schedule to tell
+    ([0, 1, 7, 50, 99, 200], (0,)),  # another rule of sampling
+    ([0, 1], (0,)),
+])
+def test_stages_come_from_the_warm_up_line(sampled, starts):
+    assert runlog.stage_starts(f"Compiling\nSampling steps {sampled} for warmup\nResetting Model\n") == starts
     assert runlog.stage_starts("no warm-up\n") == (0,)
 
 
@@ -666,6 +690,15 @@ def test_figure_shows_every_run_beside_the_target(tmp_path):
     assert [3.28, 3.28] in [list(line.get_xdata()) for line in finals.lines]
     assert "this_pr_v3\nn = 10, mean 3.27851\np = 4.5e-04" in [label.get_text() for label in finals.get_yticklabels()]
     assert len(stages.patches) == 6 and {round(bar.get_height(), 1) for bar in stages.patches[3:]} == {58.5}
+
+
+def test_runs_of_different_length_are_drawn_together(tmp_path):
+    folder = write_group(tmp_path / "g", 1290, "3.27", "75.0")
+    (folder / "short.txt").write_bytes(public_log(600, "3.3", 36.0))
+    groups, _ = runlog.read_groups([str(folder)])
+    *_, stages, finals = (ax for sub in plot.draw(groups, 3.28, None).subfigs for ax in sub.axes)
+    assert [label.get_text() for label in stages.get_xticklabels()] == ["stage 0\nfrom 0", "stage 1\nfrom 430"]
+    assert {round(bar.get_height(), 1) for bar in stages.patches} == {round((75000 / 1290 + 60) / 2, 1)}
 
 
 def test_plot_command_writes_png_and_svg(tmp_path):
