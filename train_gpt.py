@@ -142,7 +142,7 @@ MUDD_LANES = (
     Lane("mlp_resid", 10, 1, math.sqrt(1.1)),
     Lane("mlp_out", 10, 1, 1.0),
 )
-# MUDD block after the last layer: what each earlier stream adds to the output (a cache, or plane 0 of the value embeddings).
+# MUDD block after the last layer: what each earlier stream (a cache, or value-embedding plane 0) adds to the output.
 OUTPUT_LANES = tuple(
     Lane(name, 11, 1, init)
     for name, init in (("embed", 0.0), ("mid", -0.5), ("late", 0.0), ("value_embed", 0.0), ("early", 0.0))
@@ -462,7 +462,7 @@ def validated(cfg: RunConfig) -> RunConfig:
 # === §2 Runtime ===
 # Owns ranks, devices, the log and the checks that speak before anything is compiled. Changing it needs no new baseline.
 
-PIECES = 8  # a global batch is cut into as many pieces whatever the number of GPUs, so that all world sizes see the same data
+PIECES = 8  # a global batch is cut into as many pieces on any number of GPUs, so that all of them see the same data
 ROOT = Path(__file__).resolve().parent
 SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py")  # what a run is made of: embedded in its log
 
@@ -510,7 +510,8 @@ def check_world_size(world_size: int) -> str:
     """One sentence where this many ranks cannot share the global batch, else ''."""
     if world_size in (1, 2, 4) or (world_size > 0 and world_size % PIECES == 0):
         return ""
-    return f"the number of GPUs must be 1, 2, 4, 8 or a multiple of 8; got {world_size}: try NPROC={min(4, world_size)} ./run.sh."
+    nearest = max(n for n in (1, 2, 4, 8 * (world_size // 8)) if n <= max(1, world_size))
+    return f"the number of GPUs must be 1, 2, 4, 8 or a multiple of 8; got {world_size}: try NPROC={nearest} ./run.sh."
 
 
 def check_device(cfg: RunConfig, world_size: int) -> str:
@@ -522,21 +523,21 @@ def check_device(cfg: RunConfig, world_size: int) -> str:
             return ""
         return "no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run ./run.sh demo."
     if torch.version.hip:
-        return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs of compute capability 8.0 or newer, or the demo on a CPU."
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
+        return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs (Ampere or newer), or the demo on a CPU."
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
         return (
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and bfloat16 kernels "
-            "need 8.0 (Ampere) or newer: hide it with CUDA_VISIBLE_DEVICES= to run the demo on the CPU."
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and bfloat16 kernels need 8.0 "
+            "(Ampere) or newer: hide it with CUDA_VISIBLE_DEVICES= to run the demo on the CPU."
         )
-    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if local > torch.cuda.device_count():
-        return f"{local} processes need as many GPUs, but {torch.cuda.device_count()} are visible: try NPROC={torch.cuda.device_count()}."
+    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), torch.cuda.device_count()
+    if local > visible:
+        return f"{local} processes need as many GPUs, but {visible} are visible: try NPROC={visible} ./run.sh."
     return check_compiler()
 
 
 def check_compiler() -> str:
-    """Triton builds its launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
+    """Triton builds launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
         return "Triton needs a C compiler and none is on PATH: install gcc (apt-get install gcc) or set CC."
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -560,14 +561,13 @@ def check_logs(folder: Path, run_id: str) -> str:
 
 
 def prepare(cfg: RunConfig, world_size: int) -> "DataPlan":
-    """Look at everything a run needs, before any GPU work. Raises ValueError with one sentence a line for all that is wrong."""
-    problems = [check_world_size(world_size), check_logs(Path("logs"), cfg.run_id)]
+    """Look at everything a run needs before any GPU work. Raises ValueError, a sentence a line for all that is wrong."""
+    problems = [check_world_size(world_size), check_device(cfg, world_size), check_logs(Path("logs"), cfg.run_id)]
     plan = None
     try:
         plan = data_plan(cfg, max(PIECES, world_size))
     except ValueError as problem:
         problems.append(str(problem))
-    problems.append(check_device(cfg, world_size))
     if found := [problem for problem in problems if problem]:
         raise ValueError("\n".join(found))
     return plan
@@ -669,8 +669,8 @@ def norm(x: Tensor) -> Tensor:
 def yarn(long_windows: Iterable[int], head_dim: int) -> tuple[Tensor, float]:
     """Angular frequencies (H/4,) fp64 and softmax scale after widening the long window (tokens) step by step.
 
-    YaRN (Peng et al. 2023): slow frequencies are stretched with the window, quick ones stay. The other half of each head
-    does not rotate (half-truncated RoPE, record 13).
+    YaRN (Peng et al. 2023): slow frequencies are stretched with the window, quick ones stay. The other half of each
+    head does not rotate (half-truncated RoPE).
     """
     freqs = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
     scale, windows = 0.1, list(long_windows)
@@ -703,7 +703,10 @@ def rotary(x_TNH: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
 
 
 def offset_keys(k_TNH: Tensor) -> Tensor:
-    """Second half of every key from the token before (record 34: an induction head needs one layer, not two)."""
+    """Second half of every key from the token before, so that one layer can be an induction head.
+
+    Reads from a copy: shifting in place gives other keys in eager than in compiled execution.
+    """
     half = k_TNH.shape[-1] // 2
     shifted = torch.cat((k_TNH[:1, :, half:], k_TNH[:-1, :, half:]))
     return torch.cat((k_TNH[..., :half], shifted), dim=-1)
@@ -874,8 +877,8 @@ class ParamInit(NamedTuple):
 def parameter_plan(cfg: ModelConfig, world_size: int = 1) -> dict[str, ParamInit]:
     """Every parameter of the model by label.
 
-    Banks are padded so that every rank owns as many matrices; their padding is zero and stays so, but for the unused MLP
-    slots, which v3 draws too.
+    Banks are padded so that every rank owns as many matrices; their padding is zero and stays so, but for the unused
+    MLP slots, which v3 draws too.
     """
     D, H, N, L, V = cfg.dim, cfg.head_dim, cfg.heads, len(cfg.plan), cfg.vocab_padded
     A, planes, hidden = len(cfg.attn_layers), cfg.value_planes, cfg.gate_hidden
@@ -926,7 +929,7 @@ def initial_parameter(label: str, row: ParamInit, seed: int) -> Tensor:
 class GPT(nn.Module):
     """The model. forward gives the loss of every token, (T,), in fp32 (fp64 for fp64 parameters).
 
-    Parameters follow `parameter_plan`; activations follow the parameters' dtype, so `.double()` computes in fp64 throughout.
+    Parameters follow `parameter_plan`; activations follow the parameters' dtype, fp64 throughout where that is fp64.
     """
 
     def __init__(self, cfg: ModelConfig, *, world_size: int = 1, seed: int = 0):
@@ -1083,7 +1086,7 @@ class GPT(nn.Module):
         return F.linear(y.reshape(T, D), lam_out * w_o)
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
-        """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an MLP of its own."""
+        """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""
         if ("dc_w1", i) in s.gates:
             w1, w2 = s.gates["dc_w1", i], s.gates["dc_w2", i]
         elif self.cfg.plan[i].dc_mlp:
@@ -1155,11 +1158,11 @@ class NorMuonAndAdam:
     """NorMuon (every step) for matrix banks and Adam (odd steps) for the rest, sharded over the ranks.
 
     step() runs three phases: *scatter* launches all gradient reductions in table order; *work* takes the parameters in
-    `work` order, waits for each reduction, updates the own slice and launches the gather of the new weights; *finish* waits
-    for the gathers, lm_head's first, so that the tied copy into embed overlaps the others.
+    work order, waits for each reduction, updates the own slice and launches the gather of the new weights; *finish*
+    waits for the gathers, lm_head's first, so that the tied copy into embed overlaps the others.
 
-    Tied embedding: until split_embed(), "embed" is kept equal to lm_head's transpose: its gradient is added to lm_head's
-    and the updated head is copied back.
+    Tied embedding: until split_embed(), "embed" is kept equal to lm_head's transpose: its gradient is added to
+    lm_head's and the updated head is copied back.
 
     Works alone: one process without a process group, any named parameters, any table.
 
@@ -1195,10 +1198,10 @@ class NorMuonAndAdam:
             raise ValueError(f"{spec.label} must be contiguous, it is updated in place: make it from .contiguous().")
         state = ParamState(spec=spec, param=param, shard=param.data)
         full = state.matrices(param.data)
-        if not state.replicated and full.shape[0] % self.world_size:
+        if not state.replicated and len(full) % self.world_size:
             raise ValueError(
-                f"{spec.label} has {full.shape[0]} {'rows' if state.is_adam else 'matrices'}, which do not divide among "
-                f"{self.world_size} ranks: pad it to {_pad(full.shape[0], self.world_size)}."
+                f"{spec.label} has {len(full)} {'rows' if state.is_adam else 'matrices'}, which do not divide among "
+                f"{self.world_size} ranks: pad it to {_pad(len(full), self.world_size)}."
             )
         state.shard = full if state.replicated else full.chunk(self.world_size)[self.rank]
         wide = torch.promote_types(param.dtype, torch.float32)
@@ -1214,7 +1217,7 @@ class NorMuonAndAdam:
         return state
 
     def _lay_out_hyper(self) -> None:
-        """One buffer holds every per-step number, so a step uploads once and compiled code holds no constant of a step."""
+        """One buffer holds every per-step number: a step uploads once, and compiled code holds no constant of it."""
         sizes = [5 if state.is_adam else 3 + len(state.shard) for state in self.states.values()]
         sizes = [_pad(size, 4) for size in sizes]  # 16-byte alignment
         first = next(iter(self.states.values())).param
@@ -1255,8 +1258,8 @@ class NorMuonAndAdam:
     def step(self, *, do_adam: bool, lr_mul: float = 1.0, momentum: float = 0.95) -> None:
         """Update all NorMuon parameters and, with do_adam, all Adam parameters.
 
-        Adam gradients are kept where do_adam is False, so the next step sees their sum. A parameter without a gradient on
-        every rank is skipped; one that lacks it on some ranks only raises RuntimeError on all of them.
+        Adam gradients are kept where do_adam is False, so the next step sees their sum. A parameter without a gradient
+        on every rank is skipped; one that lacks it on some ranks only raises RuntimeError on all of them.
         """
         active = [
             s for s in self.states.values() if (do_adam or not s.is_adam) and (self.split or s.spec.label != "embed")
@@ -1454,7 +1457,7 @@ def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
 
 
 def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
-    """Shards matching a glob under DATA_PATH (default: the current folder), in name order. Raises ValueError if none."""
+    """Shards matching a glob under DATA_PATH (default: the current folder), by name. Raises ValueError if none."""
     root = Path(os.environ.get("DATA_PATH", "."))
     parts = Path(pattern).parts
     base = Path(parts[0]) if Path(pattern).is_absolute() else root
@@ -1474,8 +1477,8 @@ Spans = list[tuple[int, int]]  # half-open ranges of one shard's tokens
 def cut_piece(starts: list[int], cursor: int, length: int, max_len: int) -> tuple[Spans, int]:
     """Spans of whole documents, cut at max_len, that make `length` + 1 tokens; [] where the shard ran out first.
 
-    `starts` are the shard's document starts followed by its length. The last span is cut to fit, and what was cut off any
-    document is never served.
+    `starts` are the shard's document starts followed by its length. The last span is cut to fit, and what was cut off
+    any document is never served.
     """
     spans, filled = [], 0
     while filled <= length:
@@ -1494,8 +1497,8 @@ def cut_batches(
 ) -> Iterator[tuple[int, list[Spans]]]:
     """For each request (T, max_len): (shard index, the spans of `pieces` pieces of T + 1 tokens).
 
-    A global batch comes from one shard; where the shard runs out inside it, the whole batch is dropped and cut anew from
-    the next shard. Ends early where the data do.
+    A global batch comes from one shard; where the shard runs out inside it, the whole batch is dropped and cut anew
+    from the next shard. Ends early where the data do.
     """
     order = iter([i for _ in range(epochs) for i in range(len(shards))])
     current = next(order)
@@ -1540,7 +1543,7 @@ def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
     steps = 0
     for _, batch in cut_batches(train, requests, pieces, cfg.epochs):
         tokens = requests[steps][0]
-        documents = max(len(spans) for spans in batch)
+        documents = max(len(spans) for spans in batch) + (3 if cfg.micro_splits > 1 else 0)  # filling
         lengths[tokens] = max(lengths.get(tokens, 0), cu_length(tokens, documents))
         steps += 1
     if steps < cfg.total_steps:
@@ -1548,9 +1551,9 @@ def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
         usable = sum(length * pieces for length, _ in requests[:steps])
         more = math.ceil(cfg.epochs * need / max(usable, 1))
         raise ValueError(
-            f"the schedule needs {need:,} tokens and {len(train)} training shards of {found:,} give {usable:,} usable ones "
-            f"({steps} of {cfg.total_steps} steps; tails of long documents are cut off): add shards, fewer "
-            f"scheduled_steps=, or epochs={more}."
+            f"the schedule needs {need:,} tokens, and {len(train)} training shards of {found:,} tokens give {usable:,} "
+            f"usable ones ({steps} of {cfg.total_steps} steps; tails of long documents are cut off): add shards, or set "
+            f"fewer scheduled_steps= or epochs={more}."
         )
     val = find_shards(cfg.val_files, cfg)
     lengths[cfg.schedule.val_chunk] = max(lengths.get(cfg.schedule.val_chunk, 0), _check_val(cfg, val))
@@ -1571,7 +1574,7 @@ def _check_val(cfg: RunConfig, paths: list[Path]) -> int:
             f"val_tokens={cfg.val_tokens} needs as many tokens, and {cfg.val_files} gives {served} in whole groups of "
             f"{PIECES * chunk}: set val_tokens={served}."
             if served
-            else f"{cfg.val_files} holds fewer than the {PIECES * chunk + 1} tokens of the smallest validation: add data."
+            else f"{cfg.val_files} holds fewer than the smallest validation's {PIECES * chunk + 1} tokens: add data."
         )
     return cu_length(chunk, longest)
 
@@ -1594,14 +1597,41 @@ def sign_rows(tokens: Tensor, rows: int) -> Tensor:
     return F.pad((tokens[:-1] ^ tokens[1:]) % rows, (1, 0))
 
 
+def split_piece(tokens: np.ndarray, boundaries: np.ndarray, splits: int, max_len: int, filler: int):
+    """Cut a packed piece at document boundaries into `splits` of one fixed length: (tokens, boundaries, used tokens).
+
+    Each is filled up with documents of `filler` tokens that carry no target; the cut nearest to the even one is taken.
+    """
+    total = len(tokens) - 1
+    length = min(total, _pad(-(-total // splits) + max_len, 16))
+    cuts = [int(boundaries[np.abs(boundaries - total * k // splits).argmin()]) for k in range(splits + 1)]
+    for start, end in zip(cuts, cuts[1:]):
+        inside = boundaries[(boundaries >= start) & (boundaries <= end)] - start
+        padding = np.arange(end - start, length, max_len)
+        part = np.full(length + 1, filler, dtype=tokens.dtype)
+        part[: end - start + 1] = tokens[start : end + 1]
+        yield part, np.concatenate((inside, padding[1:])), end - start
+
+
 def packed_batch(
-    tokens: np.ndarray, boundaries: np.ndarray, cu_len: int, bigram_rows: int, device: torch.device
+    tokens: np.ndarray,
+    boundaries: np.ndarray,
+    cu_len: int,
+    bigram_rows: int,
+    device: torch.device,
+    used: int | None = None,
 ) -> Batch:
-    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `boundaries` start with 0."""
+    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `boundaries` start with 0.
+
+    Positions from `used` on are filling: they have no target.
+    """
     inputs = tokens[:-1].astype(np.int32)
     cu_seqlens = np.full(cu_len, len(inputs), dtype=np.int32)
     cu_seqlens[: len(boundaries)] = boundaries
-    arrays = (inputs, tokens[1:].astype(np.int64), cu_seqlens, bigram_hash(inputs, bigram_rows))
+    targets = tokens[1:].astype(np.int64)
+    if used is not None:
+        targets[used:] = -1
+    arrays = (inputs, targets, cu_seqlens, bigram_hash(inputs, bigram_rows))
     tensors = (torch.from_numpy(array) for array in arrays)
     if device.type == "cuda":
         tensors = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
@@ -1611,8 +1641,8 @@ def packed_batch(
 class TrainLoader:
     """This rank's micro-batches, step by step: `next(loader)` is a list of `accum` Batches.
 
-    A thread cuts and uploads one step ahead and reads the next shard while the current one is used; what goes wrong there
-    is raised by next().
+    A thread cuts and uploads one step ahead and reads the next shard while the current one is used; what goes wrong
+    there is raised by next().
     """
 
     def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, first_step: int = 0):
@@ -1621,6 +1651,7 @@ class TrainLoader:
         self.batches = cut_batches(plan.train, requests, runtime.pieces, cfg.epochs)
         for _ in range(first_step):
             next(self.batches)
+        self.max_len = {stage.batch_tokens // runtime.pieces: stage.max_doc_len for stage in stages_by_step(cfg)}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="loader")
         self.shards: dict[int, Future[np.ndarray]] = {}
         self.ahead: Future[list[Batch] | None] | None = None  # lazy: the first read happens on the clock
@@ -1656,7 +1687,13 @@ class TrainLoader:
             packed = np.concatenate([tokens[start:end] for start, end in spans])
             length = self.plan.cu_lengths[len(packed) - 1]
             boundaries = np.concatenate(([0], ends))
-            batch.append(packed_batch(packed, boundaries, length, self.cfg.model.bigram_rows, self.runtime.device))
+            parts = [(packed, boundaries, None)]
+            if self.cfg.micro_splits > 1:
+                longest = self.max_len[len(packed) - 1]
+                parts = split_piece(packed, boundaries, self.cfg.micro_splits, longest, self.cfg.bos_id)
+            for part, starts, used in parts:
+                rows, device = self.cfg.model.bigram_rows, self.runtime.device
+                batch.append(packed_batch(part, starts, length, rows, device, used))
         return batch
 
 
@@ -1918,10 +1955,13 @@ class Trainer:
         """One optimizer step. Returns the loss summed over this rank's tokens, on the device."""
         self.enter(step)
         view = view_at(self.cfg, step, attention=self.attention, fp8=self.fp8)
-        weights = self.mtp_weights[step, : len(stage_at(self.cfg, step).mtp)]
+        weights = self.mtp_weights[step, : len(stage_at(self.cfg, step).mtp)].clone()
         total = 0
         for batch in batches:
-            loss = self.run_model(batch, view, weights).sum() / len(batches)
+            losses = self.run_model(batch, view, weights)
+            if self.cfg.micro_splits > 1:
+                losses = losses * (batch.targets >= 0)  # filling must not push down the probability of every token
+            loss = losses.sum() / self.runtime.accum
             loss.backward()
             total = total + loss.detach()
         self.optimizer.step(
@@ -1947,7 +1987,7 @@ class Trainer:
         return (total[0] / total[1]).item()
 
     def warm_up(self, log: RunLog) -> None:
-        """Run one validation pass and one full step of every shape the schedule holds, then restore the state exactly."""
+        """Run validation and a full step of every shape the schedule holds, then restore the state exactly."""
         steps = warmup_steps(self.cfg)
         log.say("Compiling model and warming up kernels")
         log.say(f"Sampling steps {steps} for warmup")
@@ -2038,7 +2078,7 @@ def report_demo(demo, plan: DataPlan, cfg: RunConfig, loss: float, log: RunLog) 
     baseline = demo.bigram_baseline(train_tokens, val_tokens, cfg.vocab_size)
     verdict = "below" if loss < baseline else "not below"
     log.say(
-        f"final val_loss {loss:.4f}, {verdict} the {baseline:.4f} of a bigram-count model of the same text (nats per byte)"
+        f"final val_loss {loss:.4f}, {verdict} the {baseline:.4f} of a bigram-count model of the same text, nats/byte"
     )
 
 

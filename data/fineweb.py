@@ -225,7 +225,6 @@ def encode_texts(encoding: Any, texts: list[str]) -> list[np.ndarray]:
 def start_worker(encoding: Any) -> None:
     global worker_encoding
     worker_encoding = encoding
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole group; the parent answers it
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
@@ -239,11 +238,20 @@ def encode_in_worker(texts: list[str]) -> list[np.ndarray]:
     return encode_texts(worker_encoding, texts)
 
 
+def submit(pool: Executor, texts: list[str]) -> Future:
+    """Hand texts to the pool. A worker that this starts never sees SIGINT: Ctrl+C is for the parent to answer."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return pool.submit(encode_in_worker, texts)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def map_in_order(pool: Executor, chunks: Iterator[Chunk], ahead: int) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
     """Encode chunks in a pool, results in order; at most `ahead` are in memory (Executor.map would read all input)."""
     queue: deque[tuple[Chunk, Future]] = deque()
     for chunk in chunks:
-        queue.append((chunk, pool.submit(encode_in_worker, chunk.texts)))
+        queue.append((chunk, submit(pool, chunk.texts)))
         if len(queue) >= ahead:
             chunk, future = queue.popleft()
             yield chunk, future.result()

@@ -82,6 +82,11 @@ def requests(cfg: RunConfig, pieces: int) -> list[tuple[int, int]]:
     return [(stage.batch_tokens // pieces, stage.max_doc_len) for stage in stages_by_step(cfg)]
 
 
+def numbers(error: Exception) -> list[int]:
+    """The numbers of a sentence, in order."""
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(error))]
+
+
 def load(cfg: RunConfig, plan: DataPlan, rank: int = 0, world_size: int = 1, first_step: int = 0):
     """All steps of one rank's loader."""
     loader = TrainLoader(cfg, plan, Runtime(rank=rank, world_size=world_size), first_step=first_step)
@@ -150,9 +155,9 @@ def test_ranks_share_the_pieces_in_order(shards, world_size, epochs):
             with pytest.raises(ValueError) as error:
                 data_plan(cfg, pieces)
             need, usable = (pieces * sum(T for T, _ in part) for part in (wanted, wanted[: len(plain)]))
-            assert f"needs {need:,} tokens and {len(shards)} training shard" in str(error.value)
-            assert f"of {sum(map(len, shards)):,} give {usable:,} usable" in str(error.value)
-            assert f"({len(plain)} of {cfg.total_steps} steps" in str(error.value)
+            assert numbers(error.value)[:6] == [
+                need, len(shards), sum(map(len, shards)), usable, len(plain), cfg.total_steps
+            ]  # fmt: skip
             return
         plan = data_plan(cfg, pieces)
         ranks = [load(cfg, plan, rank, world_size) for rank in range(world_size)]
@@ -279,9 +284,9 @@ def test_too_few_tokens_are_told_with_the_right_numbers(tmp_path):
     cfg = configure(tmp_path, sizes=((32, 9),) * 3, scheduled=5, extension=1)
     with pytest.raises(ValueError) as error:
         data_plan(cfg, 8)
-    told = str(error.value)
-    assert "needs 192 tokens" in told and "2 training shards of 259 give 128 usable ones (4 of 6 steps" in told
-    assert told.count("\n") == 0 and "epochs=2" in told
+    # needed; shards and their tokens; usable ones; steps of the run that they make
+    assert numbers(error.value)[:6] == [192, 2, 259, 128, 4, 6]
+    assert str(error.value).count("\n") == 0 and "epochs=2" in str(error.value)
     twice = dataclasses.replace(cfg, epochs=2)
     assert len(load(twice, data_plan(twice, 8))) == 6
 
@@ -450,7 +455,7 @@ def test_the_last_validation_border(tmp_path, tokens, groups):
     write_shards(tmp_path, [RICH], [numbered([tokens])])
     cfg = configure(tmp_path, scheduled=3, extension=0, val_tokens=max(1, groups) * 8 * CHUNK)
     if groups == 0:
-        with pytest.raises(ValueError, match="holds fewer than the 33 tokens"):
+        with pytest.raises(ValueError, match="holds fewer than .*33 tokens"):
             data_plan(cfg, 8)
         return
     batches = list(val_batches(cfg, data_plan(cfg, 8), Runtime()))

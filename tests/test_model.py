@@ -1,9 +1,16 @@
 """GPT against the golden numbers and against a model written from the formulas alone."""
 
+import copy
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 import torch
-from helpers import GOLDEN, batch_of, golden, view_of
+from helpers import GOLDEN, batch_of, golden, randomize, view_of
+from plain_model import plain_forward, plain_sign_rows, plain_yarn
 
+import train_gpt
 from train_gpt import GPT
 
 EPS = 2.0**-52
@@ -60,3 +67,141 @@ def test_training_loss_and_every_gradient(model, case):
             budget = (200 * EPS + 2.0**-23) * length
             assert abs(flat.norm().item() - length) <= budget, name
             assert abs(probe.item() - float(z[f"{case}_gradprobe_{name}"])) <= budget, name
+
+
+def awkward_batch(cfg, seed: int, lengths=(1, 16, 17, 40, 1, 90, 3)):
+    """Documents of one token, of a window, of one more, and longer than all windows; then empty ones."""
+    rng = np.random.default_rng(seed)
+    T = sum(lengths)
+    tokens = rng.integers(0, cfg.vocab_size, T + 1)
+    boundaries = np.concatenate(([0], np.cumsum(lengths)))
+    return train_gpt.packed_batch(tokens, boundaries, len(lengths) + 5, cfg.bigram_rows, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_agrees_with_the_plain_model_on_fresh_parameters(seed):
+    model = GPT(GOLDEN, seed=seed)
+    randomize(model, seed)
+    freqs, scale = train_gpt.yarn([32, 64], GOLDEN.head_dim)
+    plain_freqs, plain_scale = plain_yarn([32, 64], GOLDEN.head_dim)
+    batch, view = awkward_batch(GOLDEN, seed), view_of((16, 64), scale)
+    model.rotate_to(freqs, 2 * len(batch.inputs))
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    signs = torch.tensor(plain_sign_rows(batch.inputs.tolist(), GOLDEN.sign_rows))
+    setting = dict(windows_tokens=(16, 64), attn_scale=plain_scale, freqs=plain_freqs)
+    inputs = (batch.inputs, batch.targets, batch.cu_seqlens, batch.bigram_rows, signs, model.sign_table)
+    weights = torch.tensor([1.0, 0.6, 0.2], dtype=torch.float64)
+
+    exact = plain_forward(params, *inputs, **setting, mtp_weights=weights)
+    exact.sum().backward()
+    loss = model(batch, view, weights)
+    loss.sum().backward()
+    # What rounding may do to each gradient is measured: the same model in fp32, scaled to fp64's precision.
+    single = copy.deepcopy(model).float()
+    single.rotate_to(freqs, 2 * len(batch.inputs))
+    single.zero_grad()
+    single(batch, view, weights.float()).sum().backward()
+    torch.testing.assert_close(loss, exact, rtol=0, atol=80 * EPS * exact.max().item())
+    for (name, p), rough in zip(model.named_parameters(), single.parameters()):
+        grad = params[name].grad if params[name].grad is not None else torch.zeros_like(p)
+        rounding = (rough.grad.double() - grad).abs().max().item() * EPS / 2.0**-23
+        budget = 10 * rounding + 200 * EPS * grad.abs().max().item()
+        assert (p.grad - grad).abs().max().item() <= budget, name
+    with torch.no_grad():
+        plain_eval = plain_forward(params, *inputs, **setting)
+        torch.testing.assert_close(model(batch, view), plain_eval, rtol=0, atol=80 * EPS * plain_eval.max().item())
+
+
+def test_scaling_the_loss_scales_every_gradient():
+    model = GPT(GOLDEN)
+    randomize(model)
+    batch, weights = awkward_batch(GOLDEN, 0), torch.tensor([1.0, 0.5], dtype=torch.float64)
+    freqs, scale = train_gpt.yarn([64], GOLDEN.head_dim)
+    model.rotate_to(freqs, 2 * len(batch.inputs))
+    grads = []
+    for factor in (1.0, 2.0):
+        model.zero_grad()
+        (factor * model(batch, view_of((16, 64), scale), weights).sum()).backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(2 * grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_padding_and_dead_parameters_get_zero_gradients():
+    """Trap 16: what shares a tensor with live parameters has a gradient of zeros, not none."""
+    model = GPT(GOLDEN, world_size=8)
+    randomize(model)
+    batch = awkward_batch(GOLDEN, 0)
+    freqs, scale = train_gpt.yarn([64], GOLDEN.head_dim)
+    model.rotate_to(freqs, 2 * len(batch.inputs))
+    model(batch, view_of((16, 64), scale), torch.tensor([1.0], dtype=torch.float64)).sum().backward()
+    grad = {name: p.grad for name, p in model.named_parameters()}
+    dead = {
+        "qk_bank": grad["qk_bank"][60:],
+        "vo_bank": grad["vo_bank"][20:],
+        "mlp_bank": grad["mlp_bank"][11:],
+        "ve_gate_bank": grad["ve_gate_bank"][4],
+        "resid_lambdas": grad["resid_lambdas"][10],
+        "post_lambdas": grad["post_lambdas"][10],
+        "layer 6 attention lambdas": torch.stack((grad["resid_lambdas"][6, 0], grad["post_lambdas"][6, 0])),
+        "layer 6 scalars": grad["scalars"][12:14],
+        "mudd_w2": grad["mudd_w2"][1, 5:],
+        "mudd_b2": grad["mudd_b2"][1, 5:],
+        "mudd_gate_w2": grad["mudd_gate_w2"][0, 26:],
+        "mudd_gate_b2": grad["mudd_gate_b2"][0, 26:],
+    }
+    assert all(not values.any() for values in dead.values()), [name for name, v in dead.items() if v.any()]
+    assert all(g is not None and g.any() for g in grad.values())
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2", "v3"])
+def test_first_loss_at_the_real_vocabulary(variant):
+    cfg = train_gpt.parse_options([f"variant={variant}"]).model
+    cfg = dataclasses.replace(cfg, head_dim=16, bigram_rows=997, sign_rows=min(cfg.sign_rows, 64), dtype=torch.float32)
+    model, rng = GPT(cfg), np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, 257)
+    batch = train_gpt.packed_batch(tokens, np.array([0, 100]), 16, cfg.bigram_rows, torch.device("cpu"))
+    freqs, scale = train_gpt.yarn([384], cfg.head_dim)
+    model.rotate_to(freqs, 512)
+    with torch.no_grad():
+        loss = model(batch, view_of((128, 384), scale)).mean().item()
+    assert abs(loss - math.log(50304)) < 0.02
+    weights = torch.tensor([1.0, 0.5])
+    model(batch, view_of((128, 384), scale), weights).sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def copying_loss(window: int, steps: int) -> tuple[float, float]:
+    """Train on documents that repeat twelve random tokens three times; (loss on repeated tokens, on fresh ones)."""
+    cfg = train_gpt.ModelConfig(head_dim=8, vocab_size=64, bigram_rows=512, sign_rows=64, dtype=torch.float32)
+    period, repeats, alphabet, T = 12, 3, 16, 312
+    length = period * repeats + 1
+    model, rng = GPT(cfg), np.random.default_rng(0)
+    optimizer = train_gpt.NorMuonAndAdam(model.named_parameters())
+    freqs, scale = train_gpt.yarn([384], cfg.head_dim)
+    model.rotate_to(freqs, 2 * T)
+    view, weights = view_of((window, window), scale), torch.tensor([1.0])
+
+    def fresh_batch():
+        documents = [np.append(60, np.tile(rng.integers(0, alphabet, period), repeats)) for _ in range(T // length + 1)]
+        boundaries = np.minimum(np.arange(0, T + length, length), T)
+        return train_gpt.packed_batch(
+            np.concatenate(documents)[: T + 1], boundaries, 32, cfg.bigram_rows, torch.device("cpu")
+        )
+
+    for step in range(steps):
+        model(fresh_batch(), view, weights).sum().backward()
+        optimizer.step(do_adam=train_gpt.adam_steps(step), momentum=0.9)
+    with torch.no_grad():
+        losses = torch.stack([model(fresh_batch(), view) for _ in range(4)]).mean(0)
+    position = torch.arange(T) % length
+    copied = (position >= period) & (position < length - 1)
+    fresh = (position > 0) & (position < period)
+    return losses[copied].mean().item(), losses[fresh].mean().item()
+
+
+def test_learns_to_copy_and_only_by_attention():
+    """Twelve tokens back is out of reach of smear, key offset and bigrams; attention over two tokens cannot do it."""
+    copied, fresh = copying_loss(window=64, steps=300)
+    assert copied < 0.5 < 2.5 < fresh  # guessing costs ln 16 = 2.77
+    blind, _ = copying_loss(window=1, steps=60)
+    assert blind > 2.5
