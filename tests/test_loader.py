@@ -225,6 +225,44 @@ def test_a_loader_that_starts_later_goes_on_like_the_unbroken_one(tmp_path, shar
         assert [[[t.tolist() for t in batch] for batch in step] for step in rest] == unbroken[first:]
 
 
+@settings(max_examples=25, deadline=None)
+@given(shards=SHARDS, splits=st.integers(2, 5), world_size=st.sampled_from([1, 4, 16]))
+@example([RICH], 2, 1)
+@example([RICH], 3, 4)
+@example([numbered([1] * 700)], 4, 16)  # as many documents as tokens
+@example([numbered([40] * 100)], 5, 1)  # more parts than documents
+def test_micro_splits(shards, splits, world_size):
+    """Every piece in parts that meet between documents: all its tokens and targets once, filled up to one fixed size."""
+    with tempfile.TemporaryDirectory() as name:
+        cfg = configure(Path(name), scheduled=5, extension=1, epochs=2, micro_splits=splits)
+        write_shards(Path(name), shards)
+        pieces = max(8, world_size)
+        wanted = requests(cfg, pieces)
+        plain = list(plain_training_batches(shards * 2, wanted, bos=BOS, ranks=world_size))
+        if len(plain) < cfg.total_steps:
+            return
+        steps, sizes = load(cfg, data_plan(cfg, pieces), 0, world_size), {}
+        for step, batch, (T, max_len) in zip(steps, plain, wanted, strict=True):
+            assert len(step) == splits * (pieces // world_size)
+            for micro in range(pieces // world_size):
+                tokens, boundaries = batch[micro * world_size]
+                inputs, targets, starts = [], [], []
+                for part in step[splits * micro : splits * (micro + 1)]:
+                    size, used = len(part.inputs), int((part.targets >= 0).sum())
+                    cu = part.cu_seqlens.tolist()
+                    assert (part.targets[used:] == -1).all() and (part.inputs[used:] == BOS).all()
+                    assert cu[0] == 0 and cu[-1] == size and cu == sorted(cu) and used in cu
+                    assert max(b - a for a, b in zip(cu, cu[1:])) <= max_len  # filling included
+                    assert part.bigram_rows.tolist() == plain_bigram_rows(part.inputs.tolist(), ROWS)
+                    starts += [len(inputs) + start for start in cu if start <= used]
+                    inputs += part.inputs[:used].tolist()
+                    targets += part.targets[:used].tolist()
+                    sizes.setdefault(T, set()).add((size, len(cu)))
+                assert (inputs, targets) == (tokens[:-1], tokens[1:])
+                assert set(starts) == set(boundaries)
+        assert all(len(kinds) == 1 for kinds in sizes.values()), "one shape for every T"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Length of cu_seqlens
 
