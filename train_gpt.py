@@ -454,8 +454,15 @@ def validated(cfg: RunConfig) -> RunConfig:
             f"val_tokens= must be a multiple of {group} ({PIECES} sequences of {cfg.schedule.val_chunk}); "
             f"got {cfg.val_tokens}: try val_tokens={nearest}."
         )
-    if cfg.run_id and (Path(cfg.run_id).name != cfg.run_id or cfg.run_id.startswith(".")):
-        raise ValueError(f"run_id= names a file in logs/ and may hold no path; got {cfg.run_id!r}.")
+    if cfg.seed >= 2**32:
+        raise ValueError(f"seed= must be below 2**32; got {cfg.seed}.")
+    for name in ("train_files", "val_files"):
+        if not getattr(cfg, name):
+            raise ValueError(f"{name}= names the shards and may not be empty: leave it out for the preset's own.")
+    if len(cfg.run_id) > 100 or cfg.run_id and (Path(cfg.run_id).name != cfg.run_id or cfg.run_id.startswith(".")):
+        raise ValueError(
+            f"run_id= names a file in logs/: up to 100 characters, no path, no dot first; got {cfg.run_id!r}."
+        )
     return cfg
 
 
@@ -506,12 +513,15 @@ def launched_ranks() -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 
-def check_world_size(world_size: int) -> str:
-    """One sentence where this many ranks cannot share the global batch, else ''."""
-    if world_size in (1, 2, 4) or (world_size > 0 and world_size % PIECES == 0):
+def check_world_size(cfg: RunConfig, world_size: int) -> str:
+    """One sentence where this many ranks cannot share the global batches evenly, else ''."""
+    batches = {stage.batch_tokens for stage in stages_by_step(cfg)}
+    allowed = [n for n in (1, 2, 4, *range(PIECES, 129, PIECES)) if all(tokens % n == 0 for tokens in batches)]
+    if world_size in allowed:
         return ""
-    nearest = max(n for n in (1, 2, 4, 8 * (world_size // 8)) if n <= max(1, world_size))
-    return f"the number of GPUs must be 1, 2, 4, 8 or a multiple of 8; got {world_size}: try NPROC={nearest} ./run.sh."
+    nearest = max([n for n in allowed if n <= world_size], default=1)
+    told = ", ".join(map(str, allowed))
+    return f"the number of GPUs must be one of {told}; got {world_size}: try NPROC={nearest} ./run.sh."
 
 
 def check_device(cfg: RunConfig, world_size: int) -> str:
@@ -561,11 +571,11 @@ def check_logs(folder: Path, run_id: str) -> str:
 
 
 def prepare(cfg: RunConfig, world_size: int) -> "DataPlan":
-    """Look at everything a run needs before any GPU work. Raises ValueError, a sentence a line for all that is wrong."""
-    problems = [check_world_size(world_size), check_device(cfg, world_size), check_logs(Path("logs"), cfg.run_id)]
+    """Look at everything a run needs, before any GPU work. Raises ValueError with a sentence a line for each fault."""
+    problems = [check_world_size(cfg, world_size), check_device(cfg, world_size), check_logs(Path("logs"), cfg.run_id)]
     plan = None
     try:
-        plan = data_plan(cfg, max(PIECES, world_size))
+        plan = data_plan(cfg, PIECES if problems[0] else max(PIECES, world_size))
     except ValueError as problem:
         problems.append(str(problem))
     if found := [problem for problem in problems if problem]:
@@ -1414,7 +1424,7 @@ def read_shard(path: str | Path) -> np.ndarray:
         raise ValueError(f"{path} is {size} bytes, shorter than a shard's header of 1024: download or write it again.")
     magic, version, count = (int(value) for value in header[:3])
     if magic != SHARD_MAGIC:
-        raise ValueError(f"{path} is not a token shard: its first number is {magic}, not {SHARD_MAGIC}.")
+        raise ValueError(f"{path} is no token shard, its first number is {magic}, not {SHARD_MAGIC}: write it again.")
     if version != SHARD_VERSION:
         raise ValueError(f"{path} has shard version {version}, and only {SHARD_VERSION} is read: write it again.")
     if count <= 0:
@@ -1547,17 +1557,28 @@ def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
         lengths[tokens] = max(lengths.get(tokens, 0), cu_length(tokens, documents))
         steps += 1
     if steps < cfg.total_steps:
-        need, found = sum(length * pieces for length, _ in requests), sum(shard.num_tokens for shard in train)
-        usable = sum(length * pieces for length, _ in requests[:steps])
-        more = math.ceil(cfg.epochs * need / max(usable, 1))
-        raise ValueError(
-            f"the schedule needs {need:,} tokens, and {len(train)} training shards of {found:,} tokens give {usable:,} "
-            f"usable ones ({steps} of {cfg.total_steps} steps; tails of long documents are cut off): add shards, or set "
-            f"fewer scheduled_steps= or epochs={more}."
-        )
+        raise ValueError(_too_few_tokens(cfg, train, requests, pieces, steps))
     val = find_shards(cfg.val_files, cfg)
     lengths[cfg.schedule.val_chunk] = max(lengths.get(cfg.schedule.val_chunk, 0), _check_val(cfg, val))
     return DataPlan(train, val, lengths)
+
+
+def _too_few_tokens(
+    cfg: RunConfig, train: list[ShardInfo], requests: list[tuple[int, int]], pieces: int, steps: int
+) -> str:
+    """The sentence for data that end early; it proposes a number of epochs only after trying it."""
+    need, usable = (sum(length * pieces for length, _ in part) for part in (requests, requests[:steps]))
+    least = max(cfg.epochs + 1, cfg.epochs * need // usable) if usable else 0
+    tried = (
+        n for n in range(least, least + 4) if sum(1 for _ in cut_batches(train, requests, pieces, n)) == len(requests)
+    )
+    epochs = next(tried, None) if usable else None
+    remedy = f"add shards, or set fewer scheduled_steps= or epochs={epochs}" if epochs else "add shards or longer ones"
+    found, shards = sum(shard.num_tokens for shard in train), f"{len(train)} training shard{'s' * (len(train) != 1)}"
+    return (
+        f"the schedule needs {need:,} tokens, and {shards} of {found:,} tokens give {usable:,} usable ones "
+        f"({steps} of {len(requests)} steps; tails of long documents are cut off): {remedy}."
+    )
 
 
 def _check_val(cfg: RunConfig, paths: list[Path]) -> int:
@@ -1651,7 +1672,7 @@ class TrainLoader:
         self.batches = cut_batches(plan.train, requests, runtime.pieces, cfg.epochs)
         for _ in range(first_step):
             next(self.batches)
-        self.max_len = {stage.batch_tokens // runtime.pieces: stage.max_doc_len for stage in stages_by_step(cfg)}
+        self.step = first_step
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="loader")
         self.shards: dict[int, Future[np.ndarray]] = {}
         self.ahead: Future[list[Batch] | None] | None = None  # lazy: the first read happens on the clock
@@ -1679,7 +1700,8 @@ class TrainLoader:
         index, pieces = next(self.batches, (None, None))
         if index is None:
             return None
-        tokens, batch = self._tokens(index), []
+        tokens, batch, longest = self._tokens(index), [], stage_at(self.cfg, self.step).max_doc_len
+        self.step += 1
         for micro in range(self.runtime.accum):
             spans = pieces[micro * self.runtime.world_size + self.runtime.rank]
             ends = np.cumsum([end - start for start, end in spans])
@@ -1689,7 +1711,6 @@ class TrainLoader:
             boundaries = np.concatenate(([0], ends))
             parts = [(packed, boundaries, None)]
             if self.cfg.micro_splits > 1:
-                longest = self.max_len[len(packed) - 1]
                 parts = split_piece(packed, boundaries, self.cfg.micro_splits, longest, self.cfg.bos_id)
             for part, starts, used in parts:
                 rows, device = self.cfg.model.bigram_rows, self.runtime.device
@@ -1865,9 +1886,11 @@ def schedule_rows(cfg: RunConfig) -> list[tuple]:
         ends[-2]: "extension",
         cfg.total_steps: "end",
     }
-    events |= {end: "stage change" for end in ends[:-2]}
-    events.setdefault(int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
-    events.setdefault(min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
+    more = [(end, "stage change") for end in ends[:-2]]
+    more.append((int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts"))
+    more.append((min(s.momentum_warmup, cfg.total_steps), "momentum is warm"))
+    for step, event in more:
+        events[step] = f"{events[step]}, {event}" if step in events else event
     for step, event in sorted(events.items()):
         stage, view = stage_at(cfg, step), view_at(cfg, step)
         weights = " ".join(f"{w:.3g}" for w in mtp_weights(cfg, step))
@@ -1923,7 +1946,8 @@ class Trainer:
     """Model, optimizer and stage state of one run on one rank."""
 
     def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, attention: str, fp8: bool):
-        self.cfg, self.plan, self.runtime, self.attention, self.fp8 = cfg, plan, runtime, attention, fp8
+        self.cfg, self.plan, self.runtime, self.attention = cfg, plan, runtime, attention
+        self.fp8, self.fp8_mlp = fp8, fp8 and cfg.model.fp8_mlp
         self.model = GPT(cfg.model, world_size=runtime.world_size, seed=cfg.seed).to(runtime.device)
         if runtime.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -1948,7 +1972,7 @@ class Trainer:
         freqs, _ = yarn(long_windows(self.cfg, step), self.cfg.model.head_dim)
         longest = max(self.plan.cu_lengths)
         self.model.rotate_to(freqs, 2 * longest)
-        if self.fp8:
+        if self.fp8_mlp:
             self.model.refresh_fp8()
 
     def train_step(self, step: int, batches: list[Batch]) -> Tensor:
@@ -1961,7 +1985,7 @@ class Trainer:
             losses = self.run_model(batch, view, weights)
             if self.cfg.micro_splits > 1:
                 losses = losses * (batch.targets >= 0)  # filling must not push down the probability of every token
-            loss = losses.sum() / self.runtime.accum
+            loss = losses.sum() * (self.runtime.world_size / PIECES)  # ranks average: 1/8 of the global batch's sum
             loss.backward()
             total = total + loss.detach()
         self.optimizer.step(
@@ -1969,7 +1993,7 @@ class Trainer:
         )
         if step == split_step(self.cfg):
             self.optimizer.split_embed()
-        if self.fp8:
+        if self.fp8_mlp:
             self.model.refresh_fp8()
         return total
 
@@ -1981,7 +2005,12 @@ class Trainer:
         if step == self.cfg.total_steps:
             view = view._replace(long=self.cfg.schedule.final_long * self.cfg.schedule.window_block)
         losses = [self.run_model(batch, view).mean() for batch in val_batches(self.cfg, self.plan, self.runtime)]
-        total = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(len(losses))])
+        total = torch.zeros(
+            2, dtype=torch.float64, device=self.runtime.device
+        )  # sum and count: some ranks may have none
+        for loss in losses:
+            total[0] += loss
+            total[1] += 1
         if self.runtime.world_size > 1:
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
@@ -2055,8 +2084,8 @@ def progress_bar(total: int, enabled: bool):
 def project_sources() -> dict[str, str]:
     """Text of every project file this process has loaded, train_gpt.py first."""
     loaded = {Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
-    ours = {p.relative_to(ROOT).as_posix() for p in loaded if p.is_relative_to(ROOT) and p.is_file()}
-    ours = {name for name in ours if not name.startswith((".venv/", "tests/"))}
+    ours = [path.relative_to(ROOT) for path in loaded if path.is_relative_to(ROOT) and path.is_file()]
+    ours = {p.as_posix() for p in ours if p.suffix == ".py" and not {"site-packages", "tests"} & set(p.parts)}
     names = [*SOURCES, *sorted(ours - set(SOURCES))]
     return {name: (ROOT / name).read_bytes().decode() for name in names}
 
@@ -2126,7 +2155,7 @@ def main(argv: list[str]) -> int:
         else:
             run(cfg)
     except ValueError as problem:
-        if os.environ.get("RANK", "0") == "0":
+        if (os.environ.get("RANK") or "0") == "0":
             print("\n".join(f"error: {line}" for line in str(problem).splitlines()), file=sys.stderr)
         return 2
     return 0

@@ -348,7 +348,8 @@ except ImportError:
 
 @lru_cache
 def matrix_card(device: torch.device) -> tuple[str, int]:
-    """("large" or "small", multiprocessors): a large card (Hopper, B200) lends a block over 200 KB of shared memory."""
+    """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for one block and
+    a copy engine that fetches tiles by descriptor."""
     if device.type != "cuda":
         return "large", 2  # interpreted: two programs walk all tiles
     card = torch.cuda.get_device_properties(device)
@@ -378,9 +379,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 # --- symmetric products: one triangle of tiles computed, the other mirrored ----------------------------------------
 
-SYMMETRIC_TILES = {  # card: launch; not yet swept on a GPU
-    "large": dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
-    "small": dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3),
+SYMMETRIC_TILES = {  # card: launch; H200, 2026-11-30, Triton 3.6: xtx of (24, 3072, 768) in 83 us
+    "large": dict(BLOCK=128, BLOCK_K=64, num_warps=4, num_stages=3),
+    "small": dict(BLOCK=128, BLOCK_K=32, num_warps=8, num_stages=4),
 }
 
 
@@ -401,105 +402,94 @@ def ba_plus_caa_reference(a_BRR: torch.Tensor, beta: float, alpha: float, diagon
 
 
 @jit
-def symmetric_kernel(x_desc, base_desc, out_desc, base, base_bank, base_line, size, depth, alpha, beta, diagonal,
-                     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TALL: tl.constexpr, HAS_BASE: tl.constexpr,
-                     NORMALIZE: tl.constexpr, SIZE_POW2: tl.constexpr):
-    """One BLOCK x BLOCK tile of X X^T (TALL: X^T X), written to its place and, transposed, to the mirrored place.
+def symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth, alpha, beta, diagonal,
+                     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NORMALIZE: tl.constexpr,
+                     SIZE_POW2: tl.constexpr):
+    """One BLOCK x BLOCK tile of X X^T, X (size, depth), written to its place and, transposed, to the mirrored place.
 
-    size: rows of the result; depth: length of the inner products; base, base_bank, base_line: base_desc's memory.
-    HAS_BASE: alpha X X^T + beta base + diagonal I. NORMALIZE: the matrix that turns a raw X into the first iterate of
-    X / norm, with base = X X^T: its trace is norm^2, so no pass over X goes into finding the norm or dividing by it.
+    STEP: alpha A A^T + beta A + diagonal I of a symmetric A = X. NORMALIZE: alpha, beta and diagonal are adapted so that
+    the result applied to a raw Y with A = Y Y^T equals theirs applied to Y / norm: the trace of A is norm^2, so no pass
+    over Y goes into finding the norm or dividing by it.
     """
-    pair, batch = tl.program_id(0), tl.program_id(1)
+    pair, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)  # pair = i (i + 1) / 2 + j with j <= i
     i = tl.where(i * (i + 1) // 2 > pair, i - 1, i)  # the square root is only approximate
     i = tl.where((i + 1) * (i + 2) // 2 <= pair, i + 1, i)
-    row, col = i * BLOCK, (pair - i * (i + 1) // 2) * BLOCK
+    j = pair - i * (i + 1) // 2
+    rows, cols, step = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    x += batch * bank_stride
+    out += batch * size * size
+    left_at = x + rows[:, None] * row_stride + step[None, :] * depth_stride
+    right_at = x + cols[:, None] * row_stride + step[None, :] * depth_stride
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in tl.range(0, depth, BLOCK_K):
-        if TALL:
-            left = x_desc.load([batch, k, row]).reshape(BLOCK_K, BLOCK).T
-            right = x_desc.load([batch, k, col]).reshape(BLOCK_K, BLOCK)
-        else:
-            left = x_desc.load([batch, row, k]).reshape(BLOCK, BLOCK_K)
-            right = x_desc.load([batch, col, k]).reshape(BLOCK, BLOCK_K).T
-        acc = tl.dot(left, right, acc, input_precision="ieee")
-    if HAS_BASE:
+    for k in range(0, depth, BLOCK_K):
+        keep = (k + step < depth)[None, :]
+        left = tl.load(left_at, mask=(rows < size)[:, None] & keep, other=0.0)
+        right = tl.load(right_at, mask=(cols < size)[:, None] & keep, other=0.0)
+        acc = tl.dot(left, right.T, acc, input_precision="ieee")
+        left_at += BLOCK_K * depth_stride
+        right_at += BLOCK_K * depth_stride
+    keep = (rows < size)[:, None] & (cols < size)[None, :]
+    if STEP:
         if NORMALIZE:
-            step = tl.arange(0, SIZE_POW2)
-            trace_at = base + batch.to(tl.int64) * base_bank + step * (base_line + 1)
-            square = tl.sum(tl.load(trace_at, mask=step < size, other=0.0).to(tl.float32))
-            inverse = 1.0 / (1.02 * tl.sqrt(square) + 1e-6)
+            line = tl.arange(0, SIZE_POW2)
+            trace = tl.load(x + line * (row_stride + depth_stride), mask=line < size, other=0.0)
+            inverse = 1.0 / (1.02 * tl.sqrt(tl.sum(trace.to(tl.float32))) + 1e-6)
             diagonal *= inverse
             beta *= inverse * inverse * inverse
             alpha *= inverse * inverse * inverse * inverse * inverse
-        acc = alpha * acc + beta * base_desc.load([batch, row, col]).reshape(BLOCK, BLOCK).to(tl.float32)
-        if row == col:
-            line = tl.arange(0, BLOCK)
-            acc += tl.where(line[:, None] == line[None, :], diagonal, 0.0)
-    tile = acc.to(out_desc.dtype)
-    out_desc.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
-    if row != col:
-        out_desc.store([batch, col, row], tile.T.reshape(1, BLOCK, BLOCK))
+        base = tl.load(x + rows[:, None] * row_stride + cols[None, :] * depth_stride, mask=keep, other=0.0)
+        acc = alpha * acc + beta * base.to(tl.float32) + tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
+    tile = acc.to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * size + cols[None, :], tile, mask=keep)
+    if i != j:
+        mirrored = (cols < size)[:, None] & (rows < size)[None, :]
+        tl.store(out + cols[:, None] * size + rows[None, :], tile.T, mask=mirrored)
 
 
-def launch_symmetric(x, tall=False, base=None, alpha=1.0, beta=0.0, diagonal=0.0, normalize=False):
-    """X X^T or X^T X of one matrix or of each in a bank; the other arguments as in symmetric_kernel."""
+def launch_symmetric(x, alpha=1.0, beta=0.0, diagonal=0.0, step=False, normalize=False):
+    """X X^T of one matrix or of each in a bank; the other arguments as in symmetric_kernel."""
     require(x.ndim in (2, 3), f"a symmetric product takes a matrix or a bank of them, got shape {tuple(x.shape)}; "
                               "flatten the leading dimensions")
-    if x.ndim == 2:
-        return launch_symmetric(x[None], tall, None if base is None else base[None], alpha, beta, diagonal,
-                                normalize)[0]
-    rows, columns = x.shape[-2:]
-    size, depth = (columns, rows) if tall else (rows, columns)
-    out = aligned_empty(x, len(x), size, size)
-    if out.numel() == 0 or depth == 0:
-        return out.zero_()
-    launch = SYMMETRIC_TILES[matrix_card(x.device)[0]]
-    block, block_k = launch["BLOCK"], launch["BLOCK_K"]
-    tiles = triton.cdiv(size, block)
-    base_BRR = out if base is None else aligned(base)
-    symmetric_kernel[tiles * (tiles + 1) // 2, len(x)](
-        TensorDescriptor.from_tensor(aligned(x), [1, block_k, block] if tall else [1, block, block_k]),
-        TensorDescriptor.from_tensor(base_BRR, [1, block, block]),
-        TensorDescriptor.from_tensor(out, [1, block, block]), base_BRR, *base_BRR.stride()[:2],
-        size, depth, alpha, beta, diagonal, TALL=tall, HAS_BASE=base is not None, NORMALIZE=normalize,
-        SIZE_POW2=triton.next_power_of_2(size), **launch)
-    return out
+    x_BRC = x if x.ndim == 3 else x[None]
+    B, size, depth = x_BRC.shape
+    out = torch.empty((B, size, size), dtype=x.dtype, device=x.device)
+    if out.numel():
+        launch = SYMMETRIC_TILES[matrix_card(x.device)[0]]
+        tiles = triton.cdiv(size, launch["BLOCK"])
+        symmetric_kernel[tiles * (tiles + 1) // 2, B](x_BRC, out, *x_BRC.stride(), size, depth, alpha, beta, diagonal,
+                                                      STEP=step, NORMALIZE=normalize,
+                                                      SIZE_POW2=triton.next_power_of_2(size), **launch)
+    return out if x.ndim == 3 else out[0]
 
 
 def xxt(x_BRC: torch.Tensor) -> torch.Tensor:
     """X X^T for every matrix of a bank.  Reference: xxt_reference.
 
-    In    x_BRC (B, R, C) or (R, C), floating point, any size and strides (copied only where rows are not aligned)
-    Out   (B, R, R) or (R, R) in x's dtype; summed in fp32, rounded once. Rows start at 16-byte boundaries, so where R
-          is no multiple of 8 the result is a view of something wider
+    In    x_BRC (B, R, C) or (R, C), floating point, any size and strides
+    Out   (B, R, R) or (R, R) in x's dtype, contiguous; summed in fp32, rounded once
     Grad  none: for the optimizer
     Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
     """
-    if not matrix_kernel(x_BRC):
-        return xxt_reference(x_BRC)
-    return launch_symmetric(x_BRC)
+    return launch_symmetric(x_BRC) if matrix_kernel(x_BRC) else xxt_reference(x_BRC)
 
 
 def xtx(x_BRC: torch.Tensor) -> torch.Tensor:
     """X^T X for every matrix of a bank, (B, C, C); otherwise as xxt.  Reference: xtx_reference."""
-    if not matrix_kernel(x_BRC):
-        return xtx_reference(x_BRC)
-    return launch_symmetric(x_BRC, tall=True)
+    return launch_symmetric(x_BRC.mT) if matrix_kernel(x_BRC) else xtx_reference(x_BRC)
 
 
 def ba_plus_caa(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> torch.Tensor:
     """beta A + alpha A A^T + diagonal I for every symmetric A of a bank.  Reference: ba_plus_caa_reference.
 
     In    a_BRR (B, R, R) or (R, R), symmetric (of any other A the lower triangle of beta A would be mirrored), any R
-    Out   as A; summed in fp32, rounded once
+    Out   as A, contiguous; summed in fp32, rounded once
     Grad  none: for the optimizer
     """
     require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
     if not matrix_kernel(a_BRR):
         return ba_plus_caa_reference(a_BRR, beta, alpha, diagonal)
-    return launch_symmetric(a_BRR, base=a_BRR, alpha=alpha, beta=beta, diagonal=diagonal)
+    return launch_symmetric(a_BRR, alpha, beta, diagonal, step=True)
 
 
 # --- Polar Express: the nearest orthogonal matrix by five odd polynomials ------------------------------------------
@@ -537,11 +527,10 @@ def polar_express(x_BRC: torch.Tensor) -> torch.Tensor:
     """
     if not matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
         return polar_express_reference(x_BRC)
-    tall = x_BRC.shape[-2] > x_BRC.shape[-1]
-    x = x_BRC
+    tall, x = x_BRC.shape[-2] > x_BRC.shape[-1], x_BRC
     for iteration, (a, b, c) in enumerate(POLAR_EXPRESS):
-        gram = launch_symmetric(x, tall)
-        step = launch_symmetric(gram, False, gram, c, b, a, normalize=iteration == 0)
+        gram = launch_symmetric(x.mT if tall else x)
+        step = launch_symmetric(gram, c, b, a, step=True, normalize=iteration == 0)
         x = x @ step if tall else step @ x
     return x
 
@@ -647,13 +636,13 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # --- MLP: linear + relu^2, forward and backward --------------------------------------------------------------------
 
-MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor; not yet swept on a GPU
-    ("large", "fp8"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=128, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
-    ("large", "up"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=64, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
-    ("large", "dpre"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=64, WAVES=1, FLATTEN=True, num_warps=8, num_stages=3),
-    ("small", "fp8"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=64, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
-    ("small", "up"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=32, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
-    ("small", "dpre"): dict(BLOCK_T=128, BLOCK_F=64, BLOCK_D=32, WAVES=2, FLATTEN=False, num_warps=4, num_stages=3),
+MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor; H200, 2026-11-30, Triton 3.6
+    ("large", "fp8"): dict(BLOCK_T=128, BLOCK_F=256, BLOCK_D=64, WAVES=1, FLATTEN=True, num_warps=8, num_stages=6),
+    ("large", "up"): dict(BLOCK_T=128, BLOCK_F=128, BLOCK_D=64, WAVES=2, FLATTEN=True, num_warps=4, num_stages=3),
+    ("large", "dpre"): dict(BLOCK_T=128, BLOCK_F=128, BLOCK_D=64, WAVES=2, FLATTEN=True, num_warps=8, num_stages=2),
+    ("small", "fp8"): dict(BLOCK_T=128, BLOCK_F=128, BLOCK_D=64, WAVES=1, FLATTEN=False, num_warps=8, num_stages=3),
+    ("small", "up"): dict(BLOCK_T=128, BLOCK_F=128, BLOCK_D=32, WAVES=1, FLATTEN=False, num_warps=8, num_stages=3),
+    ("small", "dpre"): dict(BLOCK_T=128, BLOCK_F=128, BLOCK_D=32, WAVES=1, FLATTEN=False, num_warps=8, num_stages=3),
 }
 
 
@@ -672,31 +661,47 @@ def mlp_reference(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Te
 
 
 @jit
-def mlp_kernel(left_desc, right_desc, post_desc, out_desc, left_scale, right_scale, T, F, D, BLOCK_T: tl.constexpr,
-               BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, BACKWARD: tl.constexpr,
-               FLATTEN: tl.constexpr):
+def mlp_view(x, rows, columns, line, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile view of x: x itself where the host made the copy engine's descriptor, else one over plain pointers."""
+    if isinstance(x, tl.tensor_descriptor):
+        return x
+    else:
+        return tl.make_tensor_descriptor(x, [rows, columns], [line, 1], [ROWS, COLUMNS])
+
+
+@jit
+def mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, right_line, out_line, T, F, D,
+               BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
+               BACKWARD: tl.constexpr, FLATTEN: tl.constexpr):
     """out (T, F) from the product left (T, D) right^T (F, D), each program walking every num_programs-th tile.
 
     Forward: relu(product)^2, FP8 operands descaled first. BACKWARD: product * 2 sqrt(post), which is the gradient of
     relu(pre)^2: post holds relu(pre) to half the relative error that storing relu(pre) itself would cost. Tiles leave
-    in two halves to halve the staging memory.
+    in two halves to halve the staging memory. post shares out's line.
     """
+    HALF: tl.constexpr = BLOCK_F // 2
+    left = mlp_view(left, T, D, left_line, BLOCK_T, BLOCK_D)
+    right = mlp_view(right, F, D, right_line, BLOCK_F, BLOCK_D)
+    out = mlp_view(out, T, F, out_line, BLOCK_T, HALF)
     scale = tl.load(left_scale) * tl.load(right_scale) if FP8 else 1.0
-    for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * tl.cdiv(F, BLOCK_F), tl.num_programs(0),
-                         flatten=FLATTEN):
-        row, col = tile // tl.cdiv(F, BLOCK_F) * BLOCK_T, tile % tl.cdiv(F, BLOCK_F) * BLOCK_F
+    tiles_F = tl.cdiv(F, BLOCK_F)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * tiles_F, tl.num_programs(0), flatten=FLATTEN):
+        t, f = tile // tiles_F * BLOCK_T, tile % tiles_F * BLOCK_F
         acc = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
-        for k in range(0, D, BLOCK_D):
-            acc = tl.dot(left_desc.load([row, k]), right_desc.load([col, k]).T, acc, input_precision="ieee")
-        halves = acc.reshape(BLOCK_T, 2, BLOCK_F // 2).permute(0, 2, 1).split()
+        for d in range(0, D, BLOCK_D):
+            acc = tl.dot(left.load([t, d]), right.load([f, d]).T, acc, input_precision="ieee")
+        halves = acc.reshape(BLOCK_T, 2, HALF).permute(0, 2, 1).split()
         for half in tl.static_range(2):
-            at = [row, col + half * (BLOCK_F // 2)]
+            value, column = halves[half], f + half * HALF
             if BACKWARD:
-                value = halves[half] * (2.0 * tl.sqrt(post_desc.load(at).to(tl.float32)))
+                row, col = t + tl.arange(0, BLOCK_T), column + tl.arange(0, HALF)
+                at = row[:, None].to(tl.int64) * out_line + col[None, :]
+                kept = tl.load(post + at, mask=(row < T)[:, None] & (col < F)[None, :], other=0.0)
+                value *= 2.0 * tl.sqrt(kept.to(tl.float32))
             else:
-                value = tl.maximum(halves[half] * scale, 0.0)
+                value = tl.maximum(value * scale, 0.0)
                 value *= value
-            out_desc.store(at, value.to(out_desc.dtype))
+            out.store([t, column], value.to(out.dtype))
 
 
 def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
@@ -705,17 +710,18 @@ def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dt
     launch = dict(MLP_TILES[card, product])
     (T, D), F = left_TD.shape, len(right_FD)
     out_TF = aligned_empty(left_TD, T, F, dtype=dtype)
-    if T == 0:
+    if out_TF.numel() == 0:
         return out_TF
     block_t, block_f, block_d = launch["BLOCK_T"], launch["BLOCK_F"], launch["BLOCK_D"]
-    half = [block_t, block_f // 2]
     programs = min(processors * launch.pop("WAVES"), triton.cdiv(T, block_t) * triton.cdiv(F, block_f))
-    mlp_kernel[programs,](
-        TensorDescriptor.from_tensor(aligned(left_TD), [block_t, block_d]),
-        TensorDescriptor.from_tensor(aligned(right_FD), [block_f, block_d]),
-        TensorDescriptor.from_tensor(out_TF if post_TF is None else aligned(post_TF), half),
-        TensorDescriptor.from_tensor(out_TF, half), *scales, T, F, D, FP8=product == "fp8",
-        BACKWARD=post_TF is not None, **launch)
+    tensors = aligned(left_TD), aligned(right_FD), out_TF
+    lines = [x.stride(0) for x in tensors]
+    if card == "large":  # has the copy engine
+        blocks = (block_t, block_d), (block_f, block_d), (block_t, block_f // 2)
+        tensors = [TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks)]
+    left, right, out = tensors
+    mlp_kernel[programs,](left, right, post_TF, out, *scales, *lines, T, F, D, FP8=product == "fp8",
+                          BACKWARD=post_TF is not None, **launch)
     return out_TF
 
 
@@ -766,32 +772,29 @@ def mlp(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
 
 def matrix_aot_rows():
     """(name, kernel, signature, constexprs, warps, stages, architectures), one row a kernel variant and card."""
-    def desc(*block, dtype="bf16"):
-        return f"tensordesc<{dtype}[{', '.join(map(str, block))}]>"
-
     for card, archs in ("large", (90,)), ("small", (80, 89)):
         launch = dict(SYMMETRIC_TILES[card])
-        warps, stages, block = launch.pop("num_warps"), launch.pop("num_stages"), launch["BLOCK"]
-        for name, tall, step in ("xxt", False, False), ("xtx", True, False), ("polar step", False, True):
-            tile = desc(1, block, block)
-            signature = dict(x_desc=desc(1, launch["BLOCK_K"], block) if tall else desc(1, block, launch["BLOCK_K"]),
-                             base_desc=tile, out_desc=tile, base="*bf16", alpha="fp32", beta="fp32", diagonal="fp32",
-                             **dict.fromkeys(("base_bank", "base_line", "size", "depth"), "i32:16"))
+        warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+        for name, line_is, step in ("xxt", "row_stride", False), ("xtx", "depth_stride", False), ("polar step", "row_stride", True):
+            unit = {"row_stride": "depth_stride", "depth_stride": "row_stride"}[line_is]
+            signature = dict(x="*bf16", out="*bf16", alpha="fp32", beta="fp32", diagonal="fp32",
+                             **dict.fromkeys(("bank_stride", line_is, "size", "depth"), "i32:16"))
             yield (f"{name} {card}", symmetric_kernel, signature,
-                   launch | dict(TALL=tall, HAS_BASE=step, NORMALIZE=step, SIZE_POW2=1024), warps, stages, archs)
+                   launch | {unit: 1} | dict(STEP=step, NORMALIZE=step, SIZE_POW2=1024), warps, stages, archs)
         for product in "fp8", "up", "dpre":
             launch = {k: v for k, v in MLP_TILES[card, product].items() if k != "WAVES"}
             warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-            block_t, block_f, block_d = launch["BLOCK_T"], launch["BLOCK_F"], launch["BLOCK_D"]
-            operand, half = "fp8e4nv" if product == "fp8" else "bf16", desc(block_t, block_f // 2)
-            signature = dict(left_desc=desc(block_t, block_d, dtype=operand), post_desc=half, out_desc=half,
-                             right_desc=desc(block_f, block_d, dtype=operand), T="i32:16", F="i32:16", D="i32:16")
-            scales = dict.fromkeys(("left_scale", "right_scale"))
-            if product == "fp8":
-                signature, scales = signature | dict.fromkeys(scales, "*fp32"), {}
-            yield (f"mlp {product} {card}", mlp_kernel, signature,
-                   launch | scales | dict(FP8=product == "fp8", BACKWARD=product == "dpre"), warps, stages,
-                   archs if product != "fp8" else archs[-1:])
+            operand = "fp8e4nv" if product == "fp8" else "bf16"
+            blocks = dict(left=(operand, launch["BLOCK_T"], launch["BLOCK_D"]),
+                          right=(operand, launch["BLOCK_F"], launch["BLOCK_D"]),
+                          out=("bf16", launch["BLOCK_T"], launch["BLOCK_F"] // 2))
+            signature = {k: f"tensordesc<{t}[{r}, {c}]>" if card == "large" else f"*{t}" for k, (t, r, c) in blocks.items()}
+            signature |= dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16")
+            flags = dict(FP8=product == "fp8", BACKWARD=product == "dpre")
+            used = {"post": "*bf16"} if product == "dpre" else dict(left_scale="*fp32", right_scale="*fp32")
+            unused = {"post", "left_scale", "right_scale"} - (used.keys() if product != "up" else set())
+            yield (f"mlp {product} {card}", mlp_kernel, signature | {k: v for k, v in used.items() if k not in unused},
+                   launch | dict.fromkeys(unused) | flags, warps, stages, archs if product != "fp8" else archs[-1:])
     launch = {k: v for k, v in BANK_QUANTIZE_TILES.items() if k != "num_warps"}
     numbers = dict(bank_stride="i32:16", numel="i32:16", share="i32:16")
     yield ("quantize peak", quantize_peak_kernel, dict(x="*bf16", peaks="*fp32", **numbers), launch, 8, 1, (80, 90))
@@ -981,8 +984,8 @@ def rescale_kernel(x, v2, means, lines, depth, line_stride, floor, ALL_LINES: tl
     v2 += batch * lines
     line = tl.arange(0, ALL_LINES)
     mean = tl.load(means + batch * lines + line, mask=line < lines, other=0.0)
-    second = tl.maximum(tl.load(v2 + line, mask=line < lines, other=1.0), floor)
-    before, after = tl.sum(mean), tl.sum(mean / second)
+    before = tl.sum(mean)
+    after = tl.sum(mean / tl.maximum(tl.load(v2 + line, mask=line < lines, other=1.0), floor))
     ratio = tl.sqrt(before * depth) / tl.maximum(tl.sqrt(after * depth), floor)
     for block in range(BLOCKS):
         at = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
@@ -1120,7 +1123,8 @@ def updates_aot_rows():
                   ["lines", "depth", *(strides.keys() - unit.keys())], **unit)
         unit.pop("depth_stride", None)
         yield row(f"rescale {name}", rescale_kernel, RESCALE_TILES, states,
-                  ["lines", "depth", *({"line_stride"} - unit.keys())], ["floor"], ALL_LINES=4096, **unit)
+                  ["lines", "depth", *({"line_stride"} - unit.keys())], ["floor"],
+                  ALL_LINES=triton.next_power_of_2(lines), **unit)
     yield row("cautious", cautious_kernel, CAUTIOUS_TILES,
               dict(p="*u16", low="*u16", x="*bf16", lr="*fp32", wd="*fp32"), ["numel"], SPLIT=True)
 
@@ -1144,19 +1148,14 @@ except ImportError:
 CAP, SHIFT, STRETCH = 23.0, 5.0, 7.5
 LN2 = 0.6931471805599453
 LOG2_CAP = CAP / LN2  # z in units of log 2
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0
-# Magnitudes that FP8's 448 stands for: activations, weights, and the logit gradient of a loss with gradient 1.
-X_RANGE, W_RANGE, G_RANGE = 100.0, 1.6, 0.75
-X_SCALE, W_SCALE, G_SCALE = X_RANGE / E4M3_MAX, W_RANGE / E4M3_MAX, G_RANGE / E4M3_MAX
-HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time: 1.65 GB in bf16; a multiple of every row tile
+# FP8 scales of activations, weights, and the logit gradient of a loss whose gradient is 1.
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+X_SCALE, W_SCALE, G_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448
+HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time (1.65 GB in bf16); a multiple of 16
 
-# Launch constants. PRODUCT: keyed by bytes of one operand element; PERSISTENT counts programs per multiprocessor
-# (0: one program a tile).
-HEAD_PRODUCT_TILES = {
-    1: dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=3),
-    2: dict(ROWS=128, COLS=128, DEPTH=64, GROUP=16, PERSISTENT=0, num_warps=8, num_stages=3),
-    4: dict(ROWS=64, COLS=64, DEPTH=32, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=2),
-}
+# Launch constants. PERSISTENT counts programs per multiprocessor (0: one program a tile).
+HEAD_PRODUCT_TILES = dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=3)
+HEAD_SOFTCAP_TILES = dict(COLS=4096, num_warps=8)
 HEAD_LOSS_TILES = dict(ROWS=32, TILES=128, num_warps=4)
 HEAD_GRADIENT_TILES = dict(ROWS=128, COLS=128, GROUP=16, num_warps=8)
 HEAD_TARGETS_TILES = dict(ROWS=128, num_warps=4)
@@ -1172,49 +1171,43 @@ class QuantizedHead(NamedTuple):
 
 # --- references ---------------------------------------------------------------------------------------------------
 
-def _fake_fp8(x, scale, dtype):
+def _on_grid(x, scale, dtype):
     """x rounded to the FP8 grid of the given scale, in x's dtype."""
     limit = torch.finfo(dtype).max
     return (x / scale).clamp(-limit, limit).to(dtype).to(x.dtype) * scale
 
 
-def _softcap(x_TD, w_DV):
-    """sigmoid((logit + SHIFT) / STRETCH) in fp32 (fp64 for fp64)."""
-    return torch.sigmoid((x_TD @ w_DV + SHIFT) / STRETCH)
-
-
-def _wanted(targets, mtp_weights, start, stop, vocab):
-    """(stop - start, V): the weight that each row's targets put on each column, summed where targets repeat."""
-    wanted_TV = mtp_weights.new_zeros(stop - start, vocab)
+def _wanted(targets, mtp_weights, rows, vocab):
+    """(rows, V): the weight that each row's targets put on each column, summed where targets repeat."""
+    wanted_TV = mtp_weights.new_zeros(rows.stop - rows.start, vocab)
     for k, weight in enumerate(mtp_weights):
-        target = targets[start + k:stop + k]  # short in the last rows: targets past the end are dropped
-        valid = target >= 0
-        rows = torch.arange(len(target), device=targets.device)
-        wanted_TV[rows, target.clamp(min=0)] += weight * valid
+        target = targets[rows.start + k:rows.stop + k]  # short in the last rows: targets past the end are dropped
+        row = torch.arange(len(target), device=targets.device)
+        wanted_TV[row, target.clamp(min=0)] += weight * (target >= 0)
     return wanted_TV
 
 
-class _HeadLossReference(torch.autograd.Function):
-    """Chunked over rows; the backward pass computes a chunk's logits again instead of keeping them."""
+def _reference_chunks(x, lm_head, targets, mtp_weights, fp8, quantized, chunk):
+    """(rows, lm_head as the products read it, sigma, wanted) of every chunk of rows; sigma is rounded to x's dtype."""
+    inner, w = torch.promote_types(x.dtype, torch.float32), lm_head
+    if fp8:
+        w = _on_grid(w.to(inner), W_SCALE, E4M3) if quantized is None else quantized.w8_DV.to(inner) * W_SCALE
+    for start in range(0, len(x), chunk):
+        rows = slice(start, min(start + chunk, len(x)))
+        logits = (_on_grid(x[rows].to(inner), X_SCALE, E4M3) if fp8 else x[rows]) @ w
+        sigma = torch.sigmoid((logits.to(inner) + SHIFT) / STRETCH).to(x.dtype).to(inner)
+        yield rows, w, sigma, _wanted(targets, mtp_weights.to(inner), rows, w.shape[1])
 
-    @staticmethod
-    def operands(x, lm_head, fp8, quantized):
-        """x and lm_head in the inner dtype (fp32, or fp64), on the FP8 grid where asked."""
-        inner = torch.promote_types(x.dtype, torch.float32)
-        x, w = x.to(inner), lm_head.to(inner)
-        if quantized is not None:
-            return _fake_fp8(x, X_SCALE, torch.float8_e4m3fn), quantized.w8_DV.to(inner) * W_SCALE
-        return (_fake_fp8(x, X_SCALE, torch.float8_e4m3fn), _fake_fp8(w, W_SCALE, torch.float8_e4m3fn)) if fp8 else (x, w)
+
+class _HeadLossReference(torch.autograd.Function):
+    """The backward pass computes a chunk's sigmoids again instead of keeping them."""
 
     @staticmethod
     def forward(ctx, x, lm_head, targets, mtp_weights, fp8, quantized, chunk):
         ctx.save_for_backward(x, lm_head, targets, mtp_weights)
-        ctx.fp8, ctx.quantized, ctx.chunk = fp8, quantized, chunk
-        x_TD, w_DV = _HeadLossReference.operands(x, lm_head, fp8, quantized)
+        ctx.options = fp8, quantized, chunk
         losses = []
-        for start in range(0, len(x), chunk):
-            sigma = _softcap(x_TD[start:start + chunk], w_DV).to(x.dtype).to(x_TD.dtype)
-            wanted = _wanted(targets, mtp_weights.to(x_TD.dtype), start, start + len(sigma), w_DV.shape[1])
+        for _, _, sigma, wanted in _reference_chunks(x, lm_head, targets, mtp_weights, *ctx.options):
             lse = torch.logsumexp(CAP * sigma, dim=1)
             losses.append((wanted * (lse[:, None] - CAP * sigma)).sum(1))
         return torch.cat(losses)
@@ -1222,23 +1215,21 @@ class _HeadLossReference(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_T):
-        x, lm_head, targets, mtp_weights = ctx.saved_tensors
-        x_TD, w_DV = _HeadLossReference.operands(x, lm_head, ctx.fp8, ctx.quantized)
-        inner, top = x_TD.dtype, grad_T.abs().amax()
-        share_T1 = (grad_T / torch.where(top > 0, top, 1)).to(inner)[:, None]
-        dx, dw = torch.empty_like(x_TD), torch.zeros_like(w_DV)
-        for start in range(0, len(x), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            sigma = _softcap(x_TD[rows], w_DV).to(x.dtype).to(inner)
-            wanted = _wanted(targets, mtp_weights.to(inner), start, start + len(sigma), w_DV.shape[1])
-            # The softmax keeps the full sum of weights also where a target is missing, as the v3 record's loss does.
-            g = (mtp_weights.sum() * torch.softmax(CAP * sigma, 1) - wanted) * (sigma - sigma.square()) * (CAP / STRETCH)
-            g = _fake_fp8(g, G_SCALE, torch.float8_e5m2) if ctx.fp8 else g.to(x.dtype).to(inner)
-            dx[rows] = (g @ w_DV.T).to(x.dtype) * share_T1[rows] * top
-            x_share = x[rows].to(inner) * share_T1[rows]
-            x_share = _fake_fp8(x_share, X_SCALE, torch.float8_e4m3fn) if ctx.fp8 else x_share.to(x.dtype).to(inner)
-            dw += x_share.T @ g
-        return dx.to(x.dtype), (dw * top).to(lm_head.dtype), None, None, None, None, None
+        x, lm_head, _, mtp_weights = ctx.saved_tensors
+        top = grad_T.abs().amax()
+        share_T1 = (grad_T / torch.where(top > 0, top, 1))[:, None]
+        dx, dw = torch.empty_like(x), 0
+        for rows, w, sigma, wanted in _reference_chunks(*ctx.saved_tensors, *ctx.options):
+            # The softmax keeps the full sum of weights also where a target is missing, as in the v3 record's loss.
+            g = mtp_weights.sum() * torch.softmax(CAP * sigma, 1) - wanted
+            g = g * (sigma - sigma.square()) * (CAP / STRETCH)
+            weighted_x = x[rows] * share_T1[rows]
+            if ctx.options[0]:
+                g, weighted_x = _on_grid(g, G_SCALE, E5M2), _on_grid(weighted_x, X_SCALE, E4M3)
+            g = g.to(w.dtype)
+            dx[rows] = ((g @ w.T).to(x.dtype) * share_T1[rows] * top).to(x.dtype)
+            dw = dw + (weighted_x.to(w.dtype).T @ g).to(sigma.dtype)
+        return dx, (dw * top).to(lm_head.dtype), None, None, None, None, None
 
 
 def head_loss_reference(x, lm_head, targets, mtp_weights, *, fp8, quantized=None, chunk=1024):
@@ -1309,28 +1300,27 @@ def _to_bf16(x, HARDWARE: tl.constexpr):
 
 
 @jit
+def _softcap(product, scale, SHIFT, STRETCH, LOG2_CAP, BF16: tl.constexpr, HARDWARE: tl.constexpr):
+    """sigma = sigmoid((product * scale + SHIFT) / STRETCH) as it will be stored, and exp(z - CAP) of that very sigma,
+    so that the probabilities of the gradient sum to one."""
+    half = 0.5 / STRETCH
+    sigma = _half_tanh(product * (scale * half) + SHIFT * half, HARDWARE)
+    if BF16:
+        sigma = _to_bf16(sigma, HARDWARE)
+    return sigma, _exp2(sigma.to(tl.float32) * LOG2_CAP - LOG2_CAP, HARDWARE)
+
+
+@jit
 def _head_product_tile(pid, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                       W_IS_VD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-                       GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+                       ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+                       HARDWARE: tl.constexpr):
     tile_t, tile_v = _head_tile(pid, tl.cdiv(T, ROWS), tl.cdiv(V, COLS), GROUP)
     t0, v0 = tile_t * ROWS, tile_v * COLS
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for d in range(0, D, DEPTH):
-        x = x_desc.load([t0, d])
-        if W_IS_VD:
-            w = w_desc.load([v0, d]).T
-        else:
-            w = w_desc.load([d, v0])
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-    half = 0.5 / STRETCH
-    sigma = _half_tanh(acc * (logit_scale * half) + SHIFT * half, HARDWARE)
-    if sigma_desc.dtype == tl.bfloat16:
-        sigma = _to_bf16(sigma, HARDWARE)
-    else:
-        sigma = sigma.to(sigma_desc.dtype)
-    sigma_desc.store([t0, v0], sigma)
-    # z and the sum see sigma as it is stored, so that the probabilities of the gradient sum to one.
-    mass = _exp2(sigma.to(tl.float32) * LOG2_CAP - LOG2_CAP, HARDWARE)
+        acc = tl.dot(x_desc.load([t0, d]), w_desc.load([v0, d]).T, acc)
+    sigma, mass = _softcap(acc, logit_scale, SHIFT, STRETCH, LOG2_CAP, sigma_desc.dtype == tl.bfloat16, HARDWARE)
+    sigma_desc.store([t0, v0], sigma.to(sigma_desc.dtype))
     mass = tl.where(v0 + tl.arange(0, COLS)[None, :] < V, mass, 0.0)
     t = t0 + tl.arange(0, ROWS)
     tl.store(sums_ptr + tile_v * T + t, tl.sum(mass, 1), mask=t < T)
@@ -1338,16 +1328,32 @@ def _head_product_tile(pid, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit
 
 @jit
 def _head_product_kernel(x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                         W_IS_VD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-                         GROUP: tl.constexpr, PERSISTENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Tiles of sigma = sigmoid((x w + SHIFT) / STRETCH), and each row's sum of exp(z - CAP) over a tile's columns."""
+                         ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+                         PERSISTENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Tiles of sigma from x (T, D) and w (V, D) in FP8, and each row's sum of exp(z - CAP) over a tile's columns."""
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * tl.cdiv(V, COLS), tl.num_programs(0), flatten=True):
-            _head_product_tile(tile, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                               W_IS_VD, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+            _head_product_tile(tile, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH,
+                               LOG2_CAP, ROWS, COLS, DEPTH, GROUP, HARDWARE)
     else:
-        _head_product_tile(tl.program_id(0), x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                           W_IS_VD, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+        _head_product_tile(tl.program_id(0), x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH,
+                           LOG2_CAP, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+
+
+@jit
+def _head_softcap_kernel(logits_ptr, sigma_ptr, sums_ptr, V, SHIFT, STRETCH, LOG2_CAP, COLS: tl.constexpr,
+                         HARDWARE: tl.constexpr):
+    """The same for one row of logits that a library product made; sigma may overwrite them."""
+    row = tl.program_id(0)
+    first = row.to(tl.int64) * V
+    total = tl.zeros((COLS,), tl.float32)
+    for v0 in range(0, V, COLS):
+        v = v0 + tl.arange(0, COLS)
+        logits = tl.load(logits_ptr + first + v, mask=v < V, other=0.0).to(tl.float32)
+        sigma, mass = _softcap(logits, 1.0, SHIFT, STRETCH, LOG2_CAP, sigma_ptr.dtype.element_ty == tl.bfloat16, HARDWARE)
+        tl.store(sigma_ptr + first + v, sigma.to(sigma_ptr.dtype.element_ty), mask=v < V)
+        total += tl.where(v < V, mass, 0.0)
+    tl.store(sums_ptr + row, tl.sum(total, 0))
 
 
 @jit
@@ -1460,7 +1466,7 @@ def _head_targets_kernel(targets_ptr, at_targets_ptr, g_ptr, g_VT_ptr, T, V, str
 @jit
 def _quantize_head_kernel(src_ptr, share_ptr, dst_ptr, dst_T_ptr, R, C, padded_R, inverse_scale, SHARED: tl.constexpr,
                           PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """e4m3(src * inverse_scale [* share of the row]), as it is and / or transposed; rows from R to padded_R are zero."""
+    """e4m3(src * inverse_scale [* the row's share]), as it is and / or transposed; rows from R to padded_R are zero."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = (r < R)[:, None] & (c < C)[None, :]
@@ -1492,16 +1498,13 @@ def _transpose_kernel(src_ptr, dst_ptr, M, N, src_m, src_n, dst_n, dst_m, ADD: t
 
 # --- launchers ----------------------------------------------------------------------------------------------------
 
-def _cell(value, device):
-    """A scale in its own 16-byte-aligned fp32 cell, as torch._scaled_mm needs it."""
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def _scaled_product(a_MK, b_NK, scale_a, scale_b, out):
-    """out = a b^T * scale_a * scale_b of two FP8 matrices; partial sums are promoted to fp32 (no fast accumulation)."""
+def _scaled_product(a_MK, b_NK, scale_a, scale_b, out, fast=False):
+    """out = a b^T * scale_a * scale_b of FP8 matrices. Gradients need fast=False, which promotes partial sums."""
+    scale_a, scale_b = (torch.full((), s, dtype=torch.float32, device=out.device) if isinstance(s, float) else s
+                        for s in (scale_a, scale_b))  # each its own allocation: the library wants 16-byte alignment
     if not a_MK.is_cuda:  # interpreted kernels
         return out.copy_(a_MK.float() @ b_NK.float().T * (scale_a * scale_b))
-    return torch._scaled_mm(a_MK, b_NK.T, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=False,
+    return torch._scaled_mm(a_MK, b_NK.T, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=fast,
                             out=out)
 
 
@@ -1514,27 +1517,42 @@ def _quantize(src_RC, scale, *, plain=False, transposed=False, share=None):
     """(e4m3(src / scale), its transpose), whichever is asked for; rows of zeros fill up to a multiple of 16."""
     (R, C), tiles = src_RC.shape, QUANTIZE_TILES
     padded_R = _padded(R)
-    dst = src_RC.new_empty(padded_R, C, dtype=torch.float8_e4m3fn) if plain else None
-    dst_T = src_RC.new_empty(C, padded_R, dtype=torch.float8_e4m3fn) if transposed else None
+    dst = src_RC.new_empty(padded_R, C, dtype=E4M3) if plain else None
+    dst_T = src_RC.new_empty(C, padded_R, dtype=E4M3) if transposed else None
     grid = triton.cdiv(padded_R, tiles["ROWS"]), triton.cdiv(C, tiles["COLS"])
     _quantize_head_kernel[grid](src_RC, share, dst, dst_T, R, C, padded_R, 1 / scale, SHARED=share is not None,
                                 PLAIN=plain, TRANSPOSED=transposed, **tiles)
     return dst, dst_T
 
 
-def _softcapped_product(x_TD, w, sigma_TV, logit_scale):
-    """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP). In FP8, w is (V, D), else (D, V)."""
-    (T, V), D, config = sigma_TV.shape, x_TD.shape[1], HEAD_PRODUCT_TILES[x_TD.element_size()]
-    rows, cols, depth, w_is_vd = config["ROWS"], config["COLS"], config["DEPTH"], x_TD.element_size() == 1
-    sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x_TD.device)
+def _fuses_softcap(device):
+    """Whether the FP8 product with the softcap in its epilogue runs: it needs Hopper's descriptor loads (or later)."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _softcapped_fp8_product(x8_TD, w8_VD, sigma_TV):
+    """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP)."""
+    (T, V), D, tiles = sigma_TV.shape, x8_TD.shape[1], HEAD_PRODUCT_TILES
+    if not _fuses_softcap(x8_TD.device):
+        return _softcap_rows(_scaled_product(x8_TD, w8_VD, X_SCALE, W_SCALE, sigma_TV, fast=True), sigma_TV)
+    rows, cols, depth = tiles["ROWS"], tiles["COLS"], tiles["DEPTH"]
+    sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x8_TD.device)
     programs = triton.cdiv(T, rows) * len(sums)
-    if config["PERSISTENT"]:
-        programs = min(programs, config["PERSISTENT"] * _multiprocessors(x_TD.device))
+    if tiles["PERSISTENT"]:
+        programs = min(programs, tiles["PERSISTENT"] * _multiprocessors(x8_TD.device))
     _head_product_kernel[programs,](
-        TensorDescriptor.from_tensor(x_TD, [rows, depth]),
-        TensorDescriptor.from_tensor(w, [cols, depth] if w_is_vd else [depth, cols]),
-        TensorDescriptor.from_tensor(sigma_TV, [rows, cols]),
-        sums, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP, W_IS_VD=w_is_vd, HARDWARE=x_TD.is_cuda, **config)
+        TensorDescriptor.from_tensor(x8_TD, [rows, depth]), TensorDescriptor.from_tensor(w8_VD, [cols, depth]),
+        TensorDescriptor.from_tensor(sigma_TV, [rows, cols]), sums, T, V, D, X_SCALE * W_SCALE, SHIFT, STRETCH,
+        LOG2_CAP, HARDWARE=x8_TD.is_cuda, **tiles)
+    return sums
+
+
+def _softcap_rows(logits_TV, sigma_TV):
+    """Fill sigma, which may be the logits, and return the sums (1, T) of exp(z - CAP)."""
+    T, V = logits_TV.shape
+    sums = torch.empty(1, T, dtype=torch.float32, device=logits_TV.device)
+    _head_softcap_kernel[T,](logits_TV, sigma_TV, sums, V, SHIFT, STRETCH, LOG2_CAP, HARDWARE=logits_TV.is_cuda,
+                             **HEAD_SOFTCAP_TILES)
     return sums
 
 
@@ -1543,8 +1561,8 @@ def _multiprocessors(device):
 
 
 def _loss_from_sums(sigma_TV, sums, targets, mtp_weights, loss_T, unit):
-    """Fill loss_T; return log2 of the sum of exp(z - CAP) (T,) and unit * d loss / d logit at the targets (K, T). `targets` starts at the same row
-    and runs to the end of the sequence."""
+    """Fill loss_T; return log2 of the sum of exp(z - CAP) (T,) and unit * d loss / d logit at the targets (K, T).
+    `targets` starts at the same row and runs to the end of the sequence."""
     T, V = sigma_TV.shape
     mass_T = torch.empty_like(loss_T)
     at_targets_KT = loss_T.new_empty(len(mtp_weights), T)
@@ -1581,24 +1599,26 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, x, lm_head, targets, mtp_weights, quantized, training):
         (T, D), V, fp8 = x.shape, lm_head.shape[1], quantized is not None
         chunk, padded_T = min(T, HEAD_CHUNK), _padded(T)
-        x_in, w_in = (_quantize(x, X_SCALE, plain=True)[0], quantized.w8_VD) if fp8 else (x, lm_head)
+        x8 = _quantize(x, X_SCALE, plain=True)[0] if fp8 else None
         # FP8 keeps the transposed gradient, which dW reads, and reuses one chunk of all else. Without FP8 the gradient
         # overwrites sigma, all rows of which are kept.
         sigma = x.new_empty(T if training and not fp8 else chunk, V)
-        g = x.new_empty(_padded(chunk), V, dtype=torch.float8_e5m2) if training and fp8 else None
-        g_VT = x.new_empty(V, padded_T, dtype=torch.float8_e5m2) if training and fp8 else None
+        g = x.new_empty(_padded(chunk), V, dtype=E5M2) if training and fp8 else None
+        g_VT = x.new_empty(V, padded_T, dtype=E5M2) if training and fp8 else None
         loss_T, dx = x.new_empty(T, dtype=torch.float32), x.new_empty(padded_T, D) if training else None
         for start in range(0, T, chunk):
             rows, later = slice(start, min(start + chunk, T)), targets[start:]
             sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
-            sums = _softcapped_product(x_in[rows], w_in, sigma_TV, X_SCALE * W_SCALE if fp8 else 1.0)
+            if fp8:
+                sums = _softcapped_fp8_product(x8[rows], quantized.w8_VD, sigma_TV)
+            else:
+                sums = _softcap_rows(torch.mm(x[rows], lm_head, out=sigma_TV), sigma_TV)
             unit = 1 / G_SCALE if fp8 else 1.0
             mass_T, at_targets_KT = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows], unit)
             if training and fp8:
                 g_TV = g[:_padded(rows.stop - start)]
                 _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, g_TV, g_VT[:, start:], unit)
-                _scaled_product(g_TV, quantized.w8_DV, _cell(G_SCALE, x.device), _cell(W_SCALE, x.device),
-                                dx[start:start + len(g_TV)])
+                _scaled_product(g_TV, quantized.w8_DV, G_SCALE, W_SCALE, dx[start:start + len(g_TV)])
             elif training:
                 _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, sigma_TV, None, unit)
                 torch.mm(sigma_TV, lm_head.T, out=dx[rows])
@@ -1617,7 +1637,7 @@ class _HeadLoss(torch.autograd.Function):
             top = grad_T.abs().amax()
             share_T = grad_T / torch.where(top > 0, top, 1.0)
             x8_DT = _quantize(x, X_SCALE, transposed=True, share=share_T)[1]
-            dw = _scaled_product(x8_DT, g, _cell(X_SCALE, x.device), top * G_SCALE, x.new_empty(x.shape[1], len(g)))
+            dw = _scaled_product(x8_DT, g, X_SCALE, top * G_SCALE, x.new_empty(x.shape[1], len(g)))
         elif ctx.needs_input_grad[1]:
             dw = torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T @ g
         return dx, dw, None, None, None, None
@@ -1628,9 +1648,9 @@ class _HeadLoss(torch.autograd.Function):
 def quantize_head(lm_head):
     """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=)."""
     w_DV = lm_head.detach().contiguous()
-    if _runs_kernel(w_DV):
+    if _runs_kernel(True, w_DV):
         return QuantizedHead(*_quantize(w_DV, W_SCALE, plain=True, transposed=True))
-    w8_DV = (w_DV.float() / W_SCALE).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    w8_DV = (w_DV.float() / W_SCALE).clamp(-448, 448).to(E4M3)
     return QuantizedHead(w8_DV, w8_DV.T.contiguous())
 
 
@@ -1645,12 +1665,12 @@ def _check_head(x, lm_head, targets):
             "pass the T next tokens as int64")
 
 
-def _runs_kernel(lm_head, *others):
+def _runs_kernel(fp8, lm_head, *others):
     if not use_kernel(lm_head, *others) or lm_head.dtype == torch.float64:
         return False
-    require(lm_head.shape[0] % 16 == 0 and lm_head.shape[1] % 16 == 0,
-            "the head's kernels need a model dim and a vocabulary that are multiples of 16, got "
-            f"{tuple(lm_head.shape)}; pad lm_head, or set REFERENCE_OPS=1")
+    require(not fp8 or lm_head.shape[0] % 16 == 0 and lm_head.shape[1] % 16 == 0,
+            "an FP8 head needs a model dim and a vocabulary that are multiples of 16, got "
+            f"{tuple(lm_head.shape)}; pad lm_head or pass fp8=False")
     return True
 
 
@@ -1671,9 +1691,9 @@ def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
             f"mtp_weights must be a vector of at least one float, got {tuple(mtp_weights.shape)} {mtp_weights.dtype}; "
             "pass one weight a predicted token")
     require(quantized is None or fp8 and quantized.w8_DV.shape == lm_head.shape,
-            f"quantized must be quantize_head(lm_head) and is read with fp8=True only, got fp8={fp8} and shape "
-            f"{quantized and tuple(quantized.w8_DV.shape)} for {tuple(lm_head.shape)}; quantize this lm_head or leave it out")
-    if not _runs_kernel(lm_head, x, targets):
+            f"quantized must be quantize_head(lm_head) and goes with fp8=True, got fp8={fp8} and shape "
+            f"{quantized and tuple(quantized.w8_DV.shape)} for {tuple(lm_head.shape)}; quantize lm_head or omit it")
+    if not _runs_kernel(fp8, lm_head, x, targets):
         return head_loss_reference(x, lm_head, targets, mtp_weights, fp8=fp8, quantized=quantized)
     quantized = (quantized or quantize_head(lm_head)) if fp8 else None
     training = torch.is_grad_enabled() and (x.requires_grad or lm_head.requires_grad)
@@ -1683,23 +1703,23 @@ def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
 
 @torch.no_grad()
 def head_cross_entropy(x, lm_head, targets, chunk=8192):
-    """Next-token cross-entropy (T,) of softcapped logits, in nats, for evaluation.  Reference: head_cross_entropy_reference.
+    """Next-token cross-entropy of softcapped logits, for evaluation.  Reference: head_cross_entropy_reference.
 
     In    as head_loss; products in x's dtype, softcap and cross-entropy in fp32 (fp64 for fp64), `chunk` rows at a time
-    Out   loss (T,), 0 where the target is negative; no gradient
+    Out   loss (T,) in nats, 0 where the target is negative; no gradient
     """
     _check_head(x, lm_head, targets)
     require(chunk > 0, f"chunk counts rows and must be positive, got {chunk}; leave it at its default")
-    if not _runs_kernel(lm_head, x, targets):
+    if not _runs_kernel(False, lm_head, x, targets):
         return head_cross_entropy_reference(x, lm_head, targets, chunk)
     x, lm_head, targets = x.contiguous(), lm_head.contiguous(), targets.contiguous()
     sigma = x.new_empty(min(len(x), chunk), lm_head.shape[1], dtype=torch.float32)
-    loss_T, weight = x.new_empty(len(x), dtype=torch.float32), _cell(1.0, x.device)[None]
+    loss_T, weight = x.new_empty(len(x), dtype=torch.float32), torch.ones(1, device=x.device)
     for start in range(0, len(x), chunk):
         rows = slice(start, min(start + chunk, len(x)))
-        sums = _softcapped_product(x[rows], lm_head, sigma[:rows.stop - start], 1.0)
-        # Without the rows after the chunk: an evaluation target is its own row's.
-        _loss_from_sums(sigma[:rows.stop - start], sums, targets[rows], weight, loss_T[rows], 1.0)
+        sigma_TV = sigma[:rows.stop - start]
+        sums = _softcap_rows(x[rows] @ lm_head, sigma_TV)
+        _loss_from_sums(sigma_TV, sums, targets[rows], weight, loss_T[rows], 1.0)
     return loss_T
 
 
@@ -1734,45 +1754,39 @@ def transpose_add(src, dst):
 
 def _aot_rows():
     """(name, kernel, signature, constexprs, warps, stages, architectures) of every launch at the real shapes."""
-    rows = []
+    rows, bf16, fp8 = [], (80, 90), (90,)
 
-    def add(name, kernel, signature, archs, num_warps, num_stages=3, **constexprs):
-        rows.append((name, kernel, signature, constexprs, num_warps, num_stages, archs))
+    def add(name, kernel, archs, signature, num_warps, num_stages=3, **constexprs):
+        types = dict.fromkeys(kernel.arg_names, "fp32")
+        types |= dict.fromkeys("T V D R C M N padded_T padded_R stride_VT left src_m dst_n".split(), "i32:16")
+        types |= dict(n_weights="i32", tiles="i32", targets_ptr="*i64") | signature
+        types |= {name: "*fp32" for name, type_ in types.items() if name.endswith("_ptr") and type_ == "fp32"}
+        if "HARDWARE" in kernel.arg_names:
+            constexprs["HARDWARE"] = True
+        rows.append((name, kernel, types, constexprs, num_warps, num_stages, archs))
 
-    names = {1: "fp8e4nv", 2: "bf16", 4: "fp32"}
-    for size, sigma, archs in (1, "bf16", (90,)), (2, "bf16", (80, 90)), (2, "fp32", (80, 90)):
-        tile, type_ = HEAD_PRODUCT_TILES[size], names[size]
-        rows_, cols, depth = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-        w_tile = f"{cols}, {depth}" if size == 1 else f"{depth}, {cols}"
-        add(f"head_product {type_} {sigma}", _head_product_kernel,
-            dict(x_desc=f"tensordesc<{type_}[{rows_}, {depth}]>", w_desc=f"tensordesc<{type_}[{w_tile}]>",
-                 sigma_desc=f"tensordesc<{sigma}[{rows_}, {cols}]>", sums_ptr="*fp32", T="i32:16", V="i32:16", D="i32:16",
-                 logit_scale="fp32", SHIFT="fp32", STRETCH="fp32", LOG2_CAP="fp32"), archs,
-            W_IS_VD=size == 1, HARDWARE=True, **tile)
-    gradient = dict(sigma_ptr="*bf16", mass_ptr="*fp32", weights_ptr="*fp32", T="i32:16", V="i32:16", n_weights="i32",
-                    unit="fp32", LOG2_CAP="fp32")
-    add("head_gradient", _head_gradient_kernel, gradient | dict(g_ptr="*bf16"), (80, 90), HARDWARE=True,
+    ROWS, COLS, DEPTH = (HEAD_PRODUCT_TILES[name] for name in ("ROWS", "COLS", "DEPTH"))
+    add("head_product", _head_product_kernel, fp8, dict(
+        x_desc=f"tensordesc<fp8e4nv[{ROWS}, {DEPTH}]>", w_desc=f"tensordesc<fp8e4nv[{COLS}, {DEPTH}]>",
+        sigma_desc=f"tensordesc<bf16[{ROWS}, {COLS}]>"), **HEAD_PRODUCT_TILES)
+    for sigma in "*bf16", "*fp32":
+        add(f"head_softcap {sigma}", _head_softcap_kernel, bf16, dict(logits_ptr="*bf16", sigma_ptr=sigma),
+            **HEAD_SOFTCAP_TILES)
+    add("head_loss", _head_loss_kernel, bf16, dict(sigma_ptr="*bf16"), **HEAD_LOSS_TILES)
+    add("head_gradient", _head_gradient_kernel, bf16, dict(sigma_ptr="*bf16", g_ptr="*bf16"), **HEAD_GRADIENT_TILES)
+    add("head_gradient_fp8", _head_gradient_fp8_kernel, fp8, dict(sigma_ptr="*bf16", g_ptr="*u8", g_VT_ptr="*i32"),
         **HEAD_GRADIENT_TILES)
-    add("head_gradient_fp8", _head_gradient_fp8_kernel,
-        gradient | dict(g_ptr="*u8", g_VT_ptr="*i32", padded_T="i32:16", stride_VT="i32:16"), (90,), HARDWARE=True,
-        **HEAD_GRADIENT_TILES)
-    rows_of = dict(targets_ptr="*i64", T="i32:16", V="i32:16", left="i32:16", n_weights="i32")
-    add("head_loss", _head_loss_kernel, rows_of | dict(
-        sigma_ptr="*bf16", sums_ptr="*fp32", weights_ptr="*fp32", mass_ptr="*fp32", loss_ptr="*fp32", at_targets_ptr="*fp32",
-        tiles="i32", unit="fp32", CAP="fp32", LOG2_CAP="fp32", LN2="fp32"), (80, 90), **HEAD_LOSS_TILES)
-    for fp8, g, archs in (True, "*u8", (90,)), (False, "*bf16", (80, 90)):
-        add(f"head_targets {g}", _head_targets_kernel, rows_of | dict(
-            at_targets_ptr="*fp32", g_ptr=g, g_VT_ptr=g, stride_VT="i32:16"), archs, FP8=fp8, **HEAD_TARGETS_TILES)
-    for shared, plain, transposed in (False, True, True), (False, True, False), (True, False, True):
-        add(f"quantize_head {shared} {plain} {transposed}", _quantize_head_kernel,
-            dict(src_ptr="*bf16", share_ptr="*fp32", dst_ptr="*fp8e4nv", dst_T_ptr="*fp8e4nv", R="i32:16", C="i32:16",
-                 padded_R="i32:16", inverse_scale="fp32"), (90,), SHARED=shared, PLAIN=plain, TRANSPOSED=transposed,
-            **QUANTIZE_TILES)
-    for add_, type_ in (False, "*i16"), (False, "*i8"), (True, "*bf16"):
-        add(f"transpose {add_} {type_}", _transpose_kernel,
-            dict(src_ptr=type_, dst_ptr=type_, M="i32:16", N="i32:16", src_m="i32:16", src_n="i32", dst_n="i32:16",
-                 dst_m="i32"), (80, 90), ADD=add_, **TRANSPOSE_TILES)
+    add("head_targets", _head_targets_kernel, bf16, dict(g_ptr="*bf16"), FP8=False, g_VT_ptr=None, **HEAD_TARGETS_TILES)
+    add("head_targets_fp8", _head_targets_kernel, fp8, dict(g_ptr="*u8", g_VT_ptr="*u8"), FP8=True,
+        **HEAD_TARGETS_TILES)
+    for plain, transposed in (True, True), (True, False), (False, True):
+        add(f"quantize_head {plain} {transposed}", _quantize_head_kernel, fp8, dict(
+            src_ptr="*bf16", dst_ptr="*fp8e4nv", dst_T_ptr="*fp8e4nv"), SHARED=not plain, PLAIN=plain,
+            TRANSPOSED=transposed, **QUANTIZE_TILES)
+    for add_to, type_ in (False, "*i16"), (True, "*bf16"):
+        add(f"transpose {type_}", _transpose_kernel, bf16, dict(src_ptr=type_, dst_ptr=type_), ADD=add_to, src_n=1,
+            dst_m=1, **TRANSPOSE_TILES)
     return rows
 
 
-AOT_HEAD = _aot_rows()
+AOT_HEAD = _aot_rows() if triton else []

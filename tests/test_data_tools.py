@@ -198,6 +198,12 @@ def test_a_document_longer_than_a_shard_stays_whole(tmp_path):
     assert len(list((tmp_path / "mine").glob("*.bin"))) == 3
 
 
+def test_a_shard_may_be_exactly_full(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["nine char"] * 25)
+    fineweb.tokenize([source], tmp_path / "mine", CountingBytes(), shard_tokens=100, val_fraction=0.0)
+    assert [len(read_shard(path)) for path in sorted((tmp_path / "mine").glob("*.bin"))] == [100, 100, 50]
+
+
 def test_copies_of_a_text_never_fall_on_both_sides(tmp_path):
     train, val = tokenized([write_jsonl(tmp_path / "a.jsonl", TEXTS + TEXTS[::-1])], tmp_path / "mine")
     assert not set(train) & set(val)

@@ -232,7 +232,7 @@ def test_a_loader_that_starts_later_goes_on_like_the_unbroken_one(tmp_path, shar
 @example([numbered([1] * 700)], 4, 16)  # as many documents as tokens
 @example([numbered([40] * 100)], 5, 1)  # more parts than documents
 def test_micro_splits(shards, splits, world_size):
-    """Every piece in parts that meet between documents: all its tokens and targets once, filled up to one fixed size."""
+    """Every piece in parts that meet between documents: all tokens and targets once, filled to one size."""
     with tempfile.TemporaryDirectory() as name:
         cfg = configure(Path(name), scheduled=5, extension=1, epochs=2, micro_splits=splits)
         write_shards(Path(name), shards)
@@ -250,7 +250,7 @@ def test_micro_splits(shards, splits, world_size):
                 for part in step[splits * micro : splits * (micro + 1)]:
                     size, used = len(part.inputs), int((part.targets >= 0).sum())
                     cu = part.cu_seqlens.tolist()
-                    assert (part.targets[used:] == -1).all() and (part.inputs[used:] == BOS).all()
+                    assert (part.targets[used:] == -1).all() and (part.inputs[used + 1 :] == BOS).all()
                     assert cu[0] == 0 and cu[-1] == size and cu == sorted(cu) and used in cu
                     assert max(b - a for a, b in zip(cu, cu[1:])) <= max_len  # filling included
                     assert part.bigram_rows.tolist() == plain_bigram_rows(part.inputs.tolist(), ROWS)
@@ -261,6 +261,14 @@ def test_micro_splits(shards, splits, world_size):
                 assert (inputs, targets) == (tokens[:-1], tokens[1:])
                 assert set(starts) == set(boundaries)
         assert all(len(kinds) == 1 for kinds in sizes.values()), "one shape for every T"
+
+
+def test_micro_splits_of_stages_that_differ_in_the_longest_document_only(tmp_path):
+    """The room that a cut needs is that of the step's own stage."""
+    write_shards(tmp_path, [numbered([60] * 900)])
+    cfg = configure(tmp_path, sizes=((1024, 60), (1024, 9), (96, 3)), scheduled=6, extension=0, micro_splits=4)
+    steps = load(cfg, data_plan(cfg, 8))
+    assert [sum(int((part.targets >= 0).sum()) for part in step) for step in steps] == [1024] * 4 + [96] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
