@@ -594,6 +594,32 @@ def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
     return Runtime(rank=rank, world_size=world_size, device=device)
 
 
+def try_gpu(runtime: Runtime) -> None:
+    """One tiny kernel and one tiny collective, so that a broken tool chain says so now. Raises ValueError."""
+    if runtime.device.type != "cuda":
+        return
+    try:
+        source = torch.arange(6.0, device=runtime.device).view(2, 3)
+        kernels.transpose_copy(source, target := torch.empty(3, 2, device=runtime.device))
+        runtime.sync()
+    except Exception as problem:  # whatever a compiler, linker or driver may raise
+        raise ValueError(
+            f"a first Triton kernel failed ({type(problem).__name__}: {str(problem).strip().splitlines()[-1]}): check "
+            "gcc, Python's headers, the driver and that the folder of TRITON_CACHE_DIR can be written."
+        ) from problem
+    assert torch.equal(target, source.T), "a transposed copy must equal the transpose"
+    if runtime.world_size > 1:
+        total = torch.ones((), device=runtime.device)
+        try:
+            dist.all_reduce(total)
+            runtime.sync()
+        except Exception as problem:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            raise ValueError(
+                f"a first all-reduce failed on rank {runtime.rank} (NCCL {version}): set NCCL_DEBUG=INFO to see why."
+            ) from problem
+
+
 class RunLog:
     """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
 
@@ -1813,105 +1839,82 @@ def warmup_steps(cfg: RunConfig) -> list[int]:
     return sorted({step for step in (0, 1, *edges) if 0 <= step < cfg.total_steps})
 
 
-def plan_rows(cfg: RunConfig) -> list[tuple]:
-    m, rows = (
-        cfg.model,
-        [("layer", "bank slot", "window", "paired", "key offset", "value embed", "reads", "gates", "other")],
+def plan_rows(cfg: RunConfig) -> list[dict]:
+    names = [f.name for f in dataclasses.fields(LayerSpec)]
+    return [{"layer": i} | {name: getattr(spec, name) for name in names} for i, spec in enumerate(cfg.model.plan)]
+
+
+def gate_rows(cfg: RunConfig) -> list[dict]:
+    m, rows = cfg.model, []
+    pre, post = (
+        ("pre gate", m.gate_lanes(post=False), m.gate_scale),
+        ("post gate", m.gate_lanes(post=True), m.gate_scale),
     )
-    for i, spec in enumerate(m.plan):
-        slot = m.attn_layers.index(i) if i in m.attn_layers else "-"
-        other = [name for name in ("gate_from_here", "mudd", "dc_mlp") if getattr(spec, name)]
-        other += [
-            f"{key} {value}" for key, value in (("skip from", spec.skip_from), ("saved as", spec.save_as)) if value
-        ]
-        ve = "-" if spec.value_embed is None else spec.value_embed
-        marks = ("yes" if spec.paired else "-", "yes" if spec.key_offset else "-")
-        rows.append(
-            (i, slot, spec.window, *marks, ve, spec.reads or "residual", " ".join(spec.gates), ", ".join(other))
-        )
-    return rows
-
-
-def gate_rows(cfg: RunConfig) -> list[tuple]:
-    rows: list[tuple] = [("block", "lanes", "name", "layer", "first value", "stored bias")]
-    scale = cfg.model.gate_scale
-    blocks = (
-        ("pre gate", cfg.model.gate_lanes(post=False), scale),
-        ("post gate", cfg.model.gate_lanes(post=True), scale),
-        ("mudd", cfg.model.mudd_lanes, MUDD_SCALE),
+    for block, lanes, scale in (
+        pre,
+        post,
+        ("mudd", m.mudd_lanes, MUDD_SCALE),
         ("output mudd", OUTPUT_LANES, MUDD_SCALE),
-    )
-    for block, lanes, scale in blocks:
+    ):
         for lane, columns in zip(lanes, lane_slices(lanes).values()):
-            span = f"{columns.start}-{columns.stop - 1}" if lane.width > 1 else str(columns.start)
-            rows.append((block, span, lane.name, lane.layer, f"{lane.init:.4g}", f"{lane.init / scale:.4g}"))
+            place = {
+                "block": block,
+                "lanes": f"{columns.start}-{columns.stop - 1}",
+                "name": lane.name,
+                "layer": lane.layer,
+            }
+            rows.append(place | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
     return rows
 
 
-def param_rows(cfg: RunConfig) -> list[tuple]:
-    plan = parameter_plan(cfg.model, world_size=PIECES)
-    rows = [("parameter", "shape on 8 GPUs", "dtype", "count", "optim", "comms", "work", "betas", "lr x", "wd x")]
+def param_rows(cfg: RunConfig) -> list[dict]:
+    plan, rows = parameter_plan(cfg.model, world_size=PIECES), []
     for spec in cfg.table:
         shape, dtype, _ = plan[spec.label]
-        betas = "-" if spec.betas is None else "{} {}".format(*spec.betas)
-        dims, kind = "x".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch.")
-        numbers = (f"{math.prod(shape):,}", spec.optim, spec.comms, spec.work, betas, spec.lr_mul, spec.wd_mul)
-        rows.append((spec.label, dims, kind, *numbers))
+        size = {"shape on 8 GPUs": "x".join(map(str, shape)), "count": f"{math.prod(shape):,}"}
+        row = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+        rows.append({"label": row.pop("label")} | size | {"dtype": str(dtype).removeprefix("torch.")} | row)
     for world_size in (8, 4, 2, 1):
         total = sum(math.prod(row.shape) for row in parameter_plan(cfg.model, world_size).values())
-        rows.append((f"total, world size {world_size}", "", "", f"{total:,}", "", "", "", "", "", ""))
+        rows.append(dict.fromkeys(rows[0], "") | {"label": f"total, world size {world_size}", "count": f"{total:,}"})
     return rows
 
 
-def schedule_rows(cfg: RunConfig) -> list[tuple]:
-    rows = [
-        (
-            "step",
-            "stage",
-            "tokens",
-            "max doc",
-            "short",
-            "long",
-            "softmax scale",
-            "lr x",
-            "momentum",
-            "mtp weights",
-            "event",
-        )
-    ]
-    ends, s = stage_ends(cfg), cfg.schedule
-    events = {
-        0: "start",
-        split_step(cfg): "embed splits after this step",
-        ends[-2]: "extension",
-        cfg.total_steps: "end",
-    }
-    more = [(end, "stage change") for end in ends[:-2]]
-    more.append((int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts"))
-    more.append((min(s.momentum_warmup, cfg.total_steps), "momentum is warm"))
-    for step, event in more:
+def schedule_rows(cfg: RunConfig) -> list[dict]:
+    s, ends, events = cfg.schedule, stage_ends(cfg), {}
+    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"), (cfg.total_steps, "end"))
+    cooldown = (int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
+    warm = (min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
+    for step, event in ((0, "start"), *((end, "stage change") for end in ends[:-2]), *moments, cooldown, warm):
         events[step] = f"{events[step]}, {event}" if step in events else event
+    rows = []
     for step, event in sorted(events.items()):
         stage, view = stage_at(cfg, step), view_at(cfg, step)
-        weights = " ".join(f"{w:.3g}" for w in mtp_weights(cfg, step))
-        numbers = (
-            f"{view.scale:.6f}",
-            f"{lr_multiplier(cfg, step):.6f}",
-            f"{muon_momentum(cfg, step):.4f}",
-            weights,
-            event,
-        )
-        rows.append(
-            (step, stage_index(cfg, step), stage.batch_tokens, stage.max_doc_len, view.short, view.long, *numbers)
-        )
+        row = {
+            "step": step,
+            "stage": stage_index(cfg, step),
+            "tokens": stage.batch_tokens,
+            "max doc": stage.max_doc_len,
+        }
+        row |= {"short": view.short, "long": view.long, "softmax scale": f"{view.scale:.6f}"}
+        row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
+        rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
     return rows
 
 
-def format_table(rows: list[tuple]) -> str:
-    """Rows of cells, the first one the heading, as aligned text."""
-    cells = [[str(cell) for cell in row] for row in rows]
+def cell(value: object) -> str:
+    """One value of a table as text."""
+    if value is True:
+        return "yes"
+    text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return "-" if value is None or value is False or not text else text
+
+
+def format_table(rows: list[dict]) -> str:
+    """Rows with the same keys, which become the heading, as aligned text."""
+    cells = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
@@ -2119,10 +2122,14 @@ def run(cfg: RunConfig) -> None:
     plan = prepare(cfg, world_size)
     runtime = start_runtime(local_rank, rank, world_size)
     try:
+        try_gpu(runtime)
         attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
         fp8, why_fp8 = choose_fp8(cfg.fp8, runtime.device)
         log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
         log_header(log, cfg, runtime, sources)
+        if runtime.device.type == "cuda":
+            free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
+            log.say(f"free memory: {free:.1f} of {total:.1f} GiB on {torch.cuda.get_device_name()}")
         log.say(f"attention: {attention} ({why}); fp8: {'on' if fp8 else 'off'} ({why_fp8})")
         tokens = " / ".join(str(stage.batch_tokens) for stage in (*cfg.schedule.stages, cfg.schedule.extension))
         log.say(f"tokens per step: {tokens}, as {runtime.accum} micro-batches on each of {runtime.world_size} ranks")

@@ -9,6 +9,9 @@ whole documents only, so that every shard starts with one. A document goes to va
 copies of one text never fall on both sides; neither the number of workers nor an interruption changes any byte.
 Interrupted, the same command continues after the last finished shard; finished, it changes nothing.
 
+Training sees only the head of a long document (data/verify.py says how much that discards): --document-chars 8000 cuts
+books and the like into documents of about 2,000 GPT-2 tokens.
+
 The field's FineWeb-10B in this form: `hf download HuggingFaceFW/fineweb --repo-type dataset --include "sample/10BT/*"`
 (the published shards that data/cached_fineweb10B.py fetches cut documents at shard ends; ours do not).
 """
@@ -173,13 +176,12 @@ def find_inputs(inputs: Iterable[str | Path]) -> list[Path]:
 
 
 def read_documents(files: list[Path], text_key: str) -> Iterator[tuple[str, int]]:
-    """(text, input bytes read so far) of each document that is not blank."""
+    """(text, input bytes read so far) of each document."""
     before = 0
     for path in files:
         try:
             for text, position in reader_of(path)(path, text_key):
-                if text.strip():
-                    yield text, before + position
+                yield text, before + position
         except (EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} is damaged or cut off ({error}): fetch or compress it again.") from None
         before += path.stat().st_size
@@ -198,12 +200,33 @@ def split_of(text: str, val_fraction: float) -> str:
     return "val" if int.from_bytes(digest, "little") < val_fraction * 2**64 else "train"
 
 
-def make_chunks(documents: Iterator[tuple[str, int]], val_fraction: float, skip: dict[str, int]) -> Iterator[Chunk]:
+def cut_text(text: str, most: int) -> Iterator[str]:
+    """Cut a text into pieces of at most `most` characters, each at the end of a paragraph, line or word if it can."""
+    start = 0
+    while len(text) - start > most:
+        ends = ((text.rfind(mark, start + most // 2, start + most), mark) for mark in ("\n\n", "\n", " "))
+        end = next((found + len(mark) for found, mark in ends if found >= 0), start + most)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def cut_and_split(
+    documents: Iterator[tuple[str, int]], val_fraction: float, document_chars: int
+) -> Iterator[tuple[str, str, int]]:
+    """(text, split, input bytes read) of each document to write; the pieces of a long one stay on one side."""
+    for whole, position in documents:
+        split = split_of(whole, val_fraction)
+        for text in cut_text(whole, document_chars) if document_chars else (whole,):
+            if text.strip():
+                yield text, split, position
+
+
+def make_chunks(documents: Iterator[tuple[str, str, int]], skip: dict[str, int]) -> Iterator[Chunk]:
     """Group documents for the workers, leaving out the first skip[split] of each split: finished shards hold them."""
     skip = dict(skip)
     texts, splits, size, position = [], [], 0, 0
-    for text, position in documents:
-        split = split_of(text, val_fraction)
+    for text, split, position in documents:
         if skip[split]:
             skip[split] -= 1
             continue
@@ -357,6 +380,7 @@ def tokenize(
     *,
     shard_tokens: int = 100_000_000,
     val_fraction: float = 0.01,
+    document_chars: int = 0,
     text_key: str = "text",
     workers: int = 1,
     fresh: bool = False,
@@ -369,7 +393,8 @@ def tokenize(
     files, out = find_inputs(inputs), Path(out).resolve()
     sizes = [path.stat().st_size for path in files]
     settings = {"encoding": encoding.name, "shard_tokens": shard_tokens, "val_fraction": val_fraction}
-    settings |= {"text_key": text_key, "inputs": [[path.name, size] for path, size in zip(files, sizes)]}
+    settings |= {"document_chars": document_chars, "text_key": text_key}
+    settings["inputs"] = [[path.name, size] for path, size in zip(files, sizes)]
     claim_folder(out, settings, fresh)
     writers = {
         split: ShardWriter(out / f"{out.name}_{split}", number, shard_tokens, encoding)
@@ -378,7 +403,7 @@ def tokenize(
     for path, tokens, documents in (shard for writer in writers.values() for shard in writer.shards):
         print(f"{path.name}: {tokens:,} tokens, {documents:,} documents, finished before", file=sys.stderr)
     skip = {split: writer.documents for split, writer in writers.items()}
-    chunks = make_chunks(read_documents(files, text_key), val_fraction, skip)
+    chunks = make_chunks(cut_and_split(read_documents(files, text_key), val_fraction, document_chars), skip)
     workers = max(1, min(workers, sum(sizes) // CHUNK_CHARS))  # starting a process takes longer than a chunk
     start, done = time.perf_counter(), 0
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenizing") as bar:
@@ -423,20 +448,20 @@ def main(argv: list[str] | None = None) -> int:
     add("--encoding", choices=ENCODINGS, default="gpt2", help="default: %(default)s")
     add("--shard-tokens", type=int, default=100_000_000, help="most tokens a shard (default: %(default)s)")
     add("--val-fraction", type=float, default=0.01, help="documents kept for validation (%(default)s)")
+    add("--document-chars", type=int, default=0, help="cut longer documents into several (default: 0, never)")
     add("--text-key", default="text", help="JSON field or parquet column of the text (%(default)s)")
     add("--workers", type=int, default=usable_cores(), help="processes (default: %(default)s, all cores)")
     add("--fresh", action="store_true", help="replace shards that are there instead of continuing them")
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction <= 1:
         parser.error(f"--val-fraction is a share between 0 and 1, not {args.val_fraction:g}")
-    if args.shard_tokens < 1 or args.workers < 1:
-        parser.error(f"--shard-tokens and --workers must be at least 1, not {args.shard_tokens} and {args.workers}")
+    for name, least in (("shard_tokens", 1), ("workers", 1), ("document_chars", 0)):
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     encoding = ENCODINGS[args.encoding]()
-    options = {"shard_tokens": args.shard_tokens, "val_fraction": args.val_fraction}
-    writers = tokenize(
-        args.inputs, args.out, encoding, **options, text_key=args.text_key, workers=args.workers, fresh=args.fresh
-    )
-    report(writers, encoding, **options)
+    passed_on = ("shard_tokens", "val_fraction", "document_chars", "text_key", "workers", "fresh")
+    writers = tokenize(args.inputs, args.out, encoding, **{name: getattr(args, name) for name in passed_on})
+    report(writers, encoding, args.shard_tokens, args.val_fraction)
     return 0
 
 

@@ -204,6 +204,26 @@ def test_a_shard_may_be_exactly_full(tmp_path):
     assert [len(read_shard(path)) for path in sorted((tmp_path / "mine").glob("*.bin"))] == [100, 100, 50]
 
 
+def test_long_documents_are_cut_where_asked(source, tmp_path):
+    book = "A title\n\n" + "\n\n".join(sentences(8, 20)) + " " * 300 + "x" * 350
+    pieces = list(fineweb.cut_text(book, 100))
+    assert "".join(pieces) == book and max(map(len, pieces)) <= 100
+    assert all(piece[-1].isspace() for piece in pieces if "x" not in piece)
+    assert any(piece.endswith("\n\n") for piece in pieces)
+    assert list(fineweb.cut_text("short", 5)) == ["short"]
+    write_jsonl(source, [*TEXTS, book])
+    options = {"document_chars": 100, "val_fraction": 0.5}
+    train, val = tokenized([source], tmp_path / "whole" / "mine", **options)
+    wanted = [piece for text in [*TEXTS, book] for piece in fineweb.cut_text(text, 100) if piece.strip()]
+    assert sorted(train + val) == sorted(wanted) and len(wanted) > len(TEXTS) + 10
+    sides = [set(fineweb.cut_text(book, 100)) & set(side) for side in (train, val)]
+    assert sorted(map(bool, sides)) == [False, True]
+    with pytest.raises(KeyboardInterrupt):  # an interruption counts pieces, not books
+        tokenized([source], tmp_path / "cut" / "mine", CountingBytes(stop_at=len(wanted) - 3), **options)
+    tokenized([source], tmp_path / "cut" / "mine", **options)
+    assert all_bytes(tmp_path / "cut" / "mine") == all_bytes(tmp_path / "whole" / "mine")
+
+
 def test_copies_of_a_text_never_fall_on_both_sides(tmp_path):
     train, val = tokenized([write_jsonl(tmp_path / "a.jsonl", TEXTS + TEXTS[::-1])], tmp_path / "mine")
     assert not set(train) & set(val)
@@ -578,7 +598,10 @@ def test_tools_run_from_anywhere_and_fail_in_one_sentence(tmp_path, tool):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "absent.txt" in result.stderr
 
 
-@pytest.mark.parametrize("options", [["--val-fraction", "2"], ["--shard-tokens", "0"], ["--workers", "x"], ["--what"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--val-fraction", "2"], ["--shard-tokens", "0"], ["--workers", "x"], ["--what"], ["--document-chars", "-1"]],
+)
 def test_bad_options_are_one_sentence(tmp_path, capsys, options):
     with pytest.raises(SystemExit) as stop:
         fineweb.main(["a.txt", "--out", str(tmp_path), *options])
