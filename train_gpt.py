@@ -25,6 +25,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -1027,7 +1028,7 @@ class GPT(nn.Module):
 
     def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
-        slices, w2, b2 = self.gate_slices[post], self.mudd_gate_w2[int(post)], self.mudd_gate_b2[int(post)]
+        slices, w2, b2 = self.gate_slices[int(post)], self.mudd_gate_w2[int(post)], self.mudd_gate_b2[int(post)]
         width = sum(s.stop - s.start for s in slices.values())
         scale = self._mudd_gate_scale.to(x.dtype) if self.cfg.learned_gate_scale else self.cfg.gate_scale
         lanes = gate_mlp(x, self.mudd_gate_w1[int(post)], w2[:width], b2[:width], scale)
@@ -2001,13 +2002,14 @@ class Trainer:
         return total
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Mean next-token cross-entropy in nats over val_tokens, always without FP8."""
+    def validate(self, step: int, limit: int | None = None) -> float:
+        """Mean next-token cross-entropy in nats over val_tokens (or over `limit` sequences), always without FP8."""
         self.enter(step)
         view = view_at(self.cfg, step, attention=self.attention)._replace(max_len=self.cfg.schedule.val_chunk)
         if step == self.cfg.total_steps:
             view = view._replace(long=self.cfg.schedule.final_long * self.cfg.schedule.window_block)
-        losses = [self.run_model(batch, view).mean() for batch in val_batches(self.cfg, self.plan, self.runtime)]
+        batches = itertools.islice(val_batches(self.cfg, self.plan, self.runtime), limit)
+        losses = [self.run_model(batch, view).mean() for batch in batches]
         total = torch.zeros(
             2, dtype=torch.float64, device=self.runtime.device
         )  # sum and count: some ranks may have none
@@ -2027,10 +2029,10 @@ class Trainer:
         state = self.optimizer.snapshot()
         for step in steps:
             loader = TrainLoader(self.cfg, self.plan, self.runtime, first_step=step)
-            self.validate(step)
+            self.validate(step, limit=1)
             self.train_step(step, next(loader))
             loader.close()
-        self.validate(self.cfg.total_steps)
+        self.validate(self.cfg.total_steps, limit=1)
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])

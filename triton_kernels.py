@@ -1,7 +1,9 @@
 """Head of triton_kernels.py as it will be; part files do `from common import *`-style explicit imports from here."""
 import os
 from functools import lru_cache
+from torch import Tensor
 from typing import NamedTuple
+from typing import NamedTuple, Optional
 import itertools
 import math
 from types import SimpleNamespace
@@ -78,112 +80,106 @@ def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False):
 
 
 @jit
-def _attention_bounds_kernel(
-    cu_ptr, first_ptr, after_ptr, length, boundaries, window,
-    STREAMS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):
-    """first[t]: the first key that query t may look at. after[t]: one past the last query that may look at key t.
-    Every boundary is compared with every position, so empty documents and padding need no care."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first = t - window
-    after = tl.minimum(t + window + 1, length)
-    for i in range(0, boundaries, CHUNK):
-        index = i + tl.arange(0, CHUNK)
-        bound = (tl.load(cu_ptr + index, mask=index < boundaries, other=0) * STREAMS)[None, :]
-        first = tl.maximum(first, tl.max(tl.where(bound <= t[:, None], bound, 0), 1))
-        after = tl.minimum(after, tl.min(tl.where(bound > t[:, None], bound, length), 1))
-    tl.store(first_ptr + t, first, mask=t < length)
-    tl.store(after_ptr + t, after, mask=t < length)
+def _attention_bounds_kernel(cu_ptr, first_ptr, after_ptr, window, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """One document. first[t]: the first key that query t may look at; after[t]: one past the last query that may look
+    at key t."""
+    start = tl.load(cu_ptr + tl.program_id(0)) * STREAMS
+    end = tl.load(cu_ptr + tl.program_id(0) + 1) * STREAMS
+    for t0 in range(start, end, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        tl.store(first_ptr + t, tl.maximum(start, t - window), mask=t < end)
+        tl.store(after_ptr + t, tl.minimum(end, t + window + 1), mask=t < end)
+
+
+@jit
+def _attention_inside(start, low, high, BLOCK: tl.constexpr):
+    """(rows, BLOCK): low <= start + column <= high as one comparison, what lies below `low` being a large unsigned
+    number. (Rows past the end have high < low, see everything, and are never stored.)"""
+    above = (start + tl.arange(0, BLOCK))[None, :] - low[:, None]
+    return above.to(tl.uint32) <= (high - low).to(tl.uint32)[:, None]
 
 
 @jit
 def _attention_forward_kernel(
     q_desc, k_desc, v_desc, y_desc, lse_ptr, first_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
-    RUNNING_MAX: tl.constexpr,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, RUNNING_MAX: tl.constexpr,
 ):
     """One tile of queries of one head. Writes y and lse (base 2, of the scaled logits)."""
-    head, t0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_T
+    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
     q = q_desc.load([t0, head * H])
     first = tl.load(first_ptr + t, mask=t < length, other=0)
-    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
-    all_see = tl.load(first_ptr + end - 1)  # keys from here to t0 are allowed to the whole tile
     scale *= 1.4426950408889634  # log2(e): exponentials are powers of two
     # Finite, so that a row none of whose keys has come yet gives exp2(-inf - finite) = 0 rather than NaN.
     largest = tl.full((BLOCK_T,), -1e30 if RUNNING_MAX else 0.0, tl.float32)
-    total = tl.zeros((BLOCK_T,), tl.float32)
+    total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)  # summed along the keys once, at the end
     y = tl.zeros((BLOCK_T, H), tl.float32)
+    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
     for s0 in range(begin, end, BLOCK_S):
         logit = tl.dot(q, k_desc.load([s0, head * H]).T, input_precision="ieee")
-        if MASK_ALL | (s0 < all_see) | (s0 + BLOCK_S > t0):
-            s = (s0 + tl.arange(0, BLOCK_S))[None, :]
-            logit = tl.where((s >= first[:, None]) & (s <= t[:, None]), logit, float("-inf"))
+        inside = _attention_inside(s0, first, t, BLOCK_S)
         if RUNNING_MAX:
+            logit = tl.where(inside, logit, float("-inf"))
             larger = tl.maximum(largest, tl.max(logit, 1) * scale)
+            shrink = tl.exp2(largest - larger)[:, None]
+            largest, total, y = larger, total * shrink, y * shrink
             p = tl.exp2(logit * scale - larger[:, None])
-            shrink = tl.exp2(largest - larger)
-            largest, total, y = larger, total * shrink, y * shrink[:, None]
         else:
-            p = tl.exp2(logit * scale)
-        total += tl.sum(p, 1)
+            p = tl.where(inside, tl.exp2(logit * scale), 0.0)
+        total += p
         v = v_desc.load([s0, head * H])
         y = tl.dot(p.to(v.dtype), v, y, input_precision="ieee")
-    y_desc.store([t0, head * H], (y / total[:, None]).to(y_desc.dtype))
+    total = tl.sum(total, 1)
+    y_desc.store([t0, head * H], (y * (1 / total)[:, None]).to(y_desc.dtype))
     tl.store(lse_ptr + head * length + t, largest + tl.log2(total), mask=t < length)
 
 
 @jit
 def _attention_dq_kernel(
     q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below."""
-    head, t0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_T
+    head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
     q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
     delta = tl.sum(y_desc.load([t0, head * H]).to(tl.float32) * dy.to(tl.float32), 1)
     tl.store(delta_ptr + head * length + t, delta, mask=t < length)
     lse = tl.load(lse_ptr + head * length + t, mask=t < length, other=0.0)
-    first = tl.load(first_ptr + t, mask=t < length, other=2147483647)
-    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
-    all_see = tl.load(first_ptr + end - 1)
+    first = tl.load(first_ptr + t, mask=t < length, other=0)
     dq = tl.zeros((BLOCK_T, H), tl.float32)
+    begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
     for s0 in range(begin, end, BLOCK_S):
         k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
         logit = tl.dot(q, k.T, input_precision="ieee")
         dp = tl.dot(dy, v.T, input_precision="ieee")
         p = tl.exp2(logit * (scale * 1.4426950408889634) - lse[:, None])
-        if MASK_ALL | (s0 < all_see) | (s0 + BLOCK_S > t0):
-            s = (s0 + tl.arange(0, BLOCK_S))[None, :]
-            p = tl.where((s >= first[:, None]) & (s <= t[:, None]), p, 0.0)
+        p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     dq_desc.store([t0, head * H], (dq * scale).to(dq_desc.dtype))
 
 
 @jit
 def _attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, first_ptr, after_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, MASK_ALL: tl.constexpr, HEAD_AXIS: tl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, after_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile."""
-    head, s0 = tl.program_id(HEAD_AXIS), tl.program_id(1 - HEAD_AXIS) * BLOCK_S
-    s = (s0 + tl.arange(0, BLOCK_S))[:, None]
+    head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
+    s = s0 + tl.arange(0, BLOCK_S)
     k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
-    begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
-    all_seen = tl.load(after_ptr + s0)  # queries from s0 + BLOCK_S to here may look at the whole tile
+    after = tl.load(after_ptr + s, mask=s < length, other=0)
     dk = tl.zeros((BLOCK_S, H), tl.float32)
     dv = tl.zeros((BLOCK_S, H), tl.float32)
+    begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
     for t0 in range(begin, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
         lse = tl.load(lse_ptr + head * length + t, mask=t < length, other=0.0)
         delta = tl.load(delta_ptr + head * length + t, mask=t < length, other=0.0)
-        first = tl.load(first_ptr + t, mask=t < length, other=2147483647)
         p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * (scale * 1.4426950408889634) - lse[None, :])
-        if MASK_ALL | (t0 < s0 + BLOCK_S) | (t0 + BLOCK_T > all_seen):
-            p = tl.where((s >= first[None, :]) & (s <= t[None, :]), p, 0.0)
+        p = tl.where(_attention_inside(t0, s, after - 1, BLOCK_T), p, 0.0)
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
@@ -191,10 +187,13 @@ def _attention_dkv_kernel(
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
 
 
+# Logits within +-60 need no maximum taken off: e^60 times any number of keys fits fp32, and e^-60 keeps its relative
+# precision in fp32 and bf16. fp16 overflows at e^11, so there the running maximum always stays.
+ATTENTION_SAFE_LOGIT = 60.0
 # (queries, keys, warps, pipeline stages) by kernel.
 ATTENTION_TILES = {
-    "hopper": {"forward": (128, 64, 8, 2), "dq": (128, 64, 8, 2), "dkv": (64, 128, 8, 2)},
-    "other": {"forward": (64, 32, 4, 2), "dq": (64, 32, 4, 2), "dkv": (32, 64, 4, 2)},
+    "hopper": {"forward": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dkv": (64, 64, 4, 2)},
+    "other": {"forward": (32, 32, 4, 2), "dq": (64, 32, 4, 2), "dkv": (32, 64, 4, 2)},
 }
 
 
@@ -206,74 +205,84 @@ def _attention_stream(x, streams):
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _attention_launch(kernel, tile, matrices, arrays, H, length, scale, MASK_ALL=True, HEAD_AXIS=0, **options):
+def _attention_tiles(q):
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    return ATTENTION_TILES["hopper" if hopper and q.shape[2] <= 128 and q.element_size() == 2 else "other"]
+
+
+def _attention_launch(kernel, tile, matrices, arrays, H, scale, **options):
     """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
     `matrices`: (matrix, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     BLOCK_T, BLOCK_S, warps, stages = tile
     rows = {"t": BLOCK_T, "s": BLOCK_S}
-    grid = matrices[0][0].shape[1] // H, triton.cdiv(length, BLOCK_S if kernel is _attention_dkv_kernel else BLOCK_T)
+    length, width = matrices[0][0].shape
+    grid = width // H, triton.cdiv(length, BLOCK_S if kernel is _attention_dkv_kernel else BLOCK_T)
     descriptors = [TensorDescriptor(x, x.shape, x.stride(), [rows[kind], H]) for x, kind in matrices]
-    kernel[grid[::-1] if HEAD_AXIS else grid](
-        *descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, MASK_ALL=MASK_ALL,
-        HEAD_AXIS=HEAD_AXIS, num_warps=warps, num_stages=stages, **options)
+    kernel[grid](*descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S,
+                 num_warps=warps, num_stages=stages, **options)
 
 
-def attention_forward(q, k, v, cu_seqlens, window, scale, paired, tiles=None):
+@torch.library.custom_op("speedrun::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float, paired: bool, running_max: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """y (T, N, H), and what the backward pass wants: lse (heads, L) and bounds (2, L) of the stream's positions."""
-    T, N, H = q.shape
-    streams = 2 if paired else 1
-    length = T * streams
-    tiles = tiles or _attention_tiles(q)
-    y = q.new_empty(T, N, H)
-    lse = torch.empty(N // streams, length, device=q.device, dtype=torch.float32)
-    bounds = torch.empty(2, length, device=q.device, dtype=torch.int32)
-    _attention_bounds_kernel[(triton.cdiv(length, 128),)](
-        cu_seqlens, bounds[0], bounds[1], length, cu_seqlens.numel(), window, STREAMS=streams, BLOCK=128, CHUNK=64)
+    y, lse, bounds = _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running_max)
+    streams, tiles, H = 1 + paired, _attention_tiles(q), q.shape[2]
+    first, after = bounds
+    _attention_bounds_kernel[(len(cu_seqlens) - 1,)](
+        cu_seqlens.contiguous(), first, after, window, STREAMS=streams, BLOCK=1024)
     q, k, v, out = (_attention_stream(x, streams) for x in (q, k, v, y))
     _attention_launch(_attention_forward_kernel, tiles["forward"], [(q, "t"), (k, "s"), (v, "s"), (out, "t")],
-                      [lse, bounds[0]], H, length, scale, RUNNING_MAX=True)
+                      [lse, first], H, scale, RUNNING_MAX=running_max)
     return y, lse, bounds
 
 
-def attention_backward(dy, q, k, v, y, lse, bounds, scale, paired, tiles=None):
-    """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
+@attention_forward.register_fake
+def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running_max):
     T, N, H = q.shape
-    streams = 2 if paired else 1
-    length = T * streams
-    tiles = tiles or _attention_tiles(q)
-    grads = [x.new_empty(T, N, H) for x in (q, k, v)]
-    delta = torch.empty_like(lse)
-    q, k, v, y, dy, dq, dk, dv = (_attention_stream(x, streams) for x in (q, k, v, y, dy, *grads))
+    streams = 1 + paired
+    lse = q.new_empty(N // streams, T * streams, dtype=torch.float32)
+    return q.new_empty(T, N, H), lse, lse.new_empty(2, T * streams, dtype=torch.int32)
+
+
+@torch.library.custom_op("speedrun::attention_backward", mutates_args=())
+def attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, bounds: Tensor, scale: float, paired: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
+    grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
+    tiles, H = _attention_tiles(q), q.shape[2]
+    delta, (first, after) = torch.empty_like(lse), bounds
+    q, k, v, y, dy, dq, dk, dv = (_attention_stream(x, 1 + paired) for x in (q, k, v, y, dy, *grads))
     _attention_launch(_attention_dq_kernel, tiles["dq"],
-                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")],
-                      [lse, delta, bounds[0]], H, length, scale)
+                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")], [lse, delta, first], H, scale)
     _attention_launch(_attention_dkv_kernel, tiles["dkv"],
-                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s")],
-                      [lse, delta, bounds[0], bounds[1]], H, length, scale)
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s")], [lse, delta, after], H, scale)
     return grads
 
 
-def _attention_tiles(q):
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
-    return ATTENTION_TILES["hopper" if hopper and q.shape[2] <= 128 and q.element_size() == 2 else "other"]
+@attention_backward.register_fake
+def _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired):
-        y, lse, bounds = attention_forward(q, k, v, cu_seqlens, window, scale, paired)
+    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired, running_max):
+        y, lse, bounds = attention_forward(q, k, v, cu_seqlens, window, scale, paired, running_max)
         ctx.save_for_backward(q, k, v, y, lse, bounds)
         ctx.scale, ctx.paired = scale, paired
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired), None, None, None, None
+        return *attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired), None, None, None, None, None
 
 
-def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False):
+def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf):
     """Causal attention inside packed documents: each query looks at itself and at most `window` keys before it.
 
     q, k, v    (T, N, H), one floating-point dtype; the kernels want bf16, fp16 or fp32 and H a power of two, 16 to 256
@@ -283,6 +292,9 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     scale      of the logits, positive
     paired     token i becomes the stream positions 2i (heads 0 .. N/2-1) and 2i + 1 (heads N/2 .. N-1), which look at
                each other as N/2 heads of a stream of 2T positions; documents stretch with it, `window` does not
+    max_logit  a promise that |scale * q . k| is never larger: up to 60 (ATTENTION_SAFE_LOGIT) the kernel takes the
+               exponentials as they are, with no running maximum, which is a fifth faster; a broken promise gives
+               infinities. RMS-normed q and k without gains have at most scale * H (times sqrt(2) with the key offset)
 
     Returns y (T, N, H), contiguous, in q's dtype. Gradients reach q, k and v, and are bitwise repeatable. Inputs whose
     rows are not H-contiguous, or paired ones whose tokens are not N*H-contiguous, are copied first. Raises ValueError.
@@ -304,7 +316,8 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     require(16 <= H <= 256 and H & (H - 1) == 0 and q.element_size() <= 4,
             f"the kernels take fp32, bf16 or fp16 heads of 16, 32, 64, 128 or 256, not {q.dtype} heads of {H}: "
             "use attention_reference (REFERENCE_OPS=1)")
-    return _Attention.apply(q, k, v, cu_seqlens.contiguous(), window, scale, paired)
+    running_max = max_logit > ATTENTION_SAFE_LOGIT or q.dtype == torch.float16
+    return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max)
 
 
 def _attention_aot_rows():
@@ -314,16 +327,15 @@ def _attention_aot_rows():
     kernels = {"forward": _attention_forward_kernel, "dq": _attention_dq_kernel, "dkv": _attention_dkv_kernel}
     for streams in 1, 2:
         yield (f"attention bounds, {streams} positions a token", _attention_bounds_kernel, plain,
-               dict(STREAMS=streams, BLOCK=128, CHUNK=64), 4, 3, (80, 90))
+               dict(STREAMS=streams, BLOCK=1024), 4, 3, (80, 90))
     for (card, archs), H in itertools.product({"hopper": (90,), "other": (80, 120)}.items(), (128, 64)):
         for name, kernel in kernels.items():
             queries, keys, warps, stages = ATTENTION_TILES[card][name]
             tiles = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq")}
             tiles |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" for x in ("k", "v", "dk", "dv")}
-            constexprs = dict(H=H, BLOCK_T=queries, BLOCK_S=keys, MASK_ALL=True, HEAD_AXIS=0)
-            if name == "forward":
-                constexprs["RUNNING_MAX"] = True
-            yield f"attention {name} {card} {H}", kernel, plain | tiles, constexprs, warps, stages, archs
+            for extra in [dict(RUNNING_MAX=False), dict(RUNNING_MAX=True)] if name == "forward" else [{}]:
+                constexprs = dict(H=H, BLOCK_T=queries, BLOCK_S=keys) | extra
+                yield f"attention {name} {card} {H} {extra}", kernel, plain | tiles, constexprs, warps, stages, archs
 
 
 AOT_ATTENTION = list(_attention_aot_rows())
@@ -348,7 +360,7 @@ except ImportError:
 
 @lru_cache
 def matrix_card(device: torch.device) -> tuple[str, int]:
-    """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for one block and
+    """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for a block and
     a copy engine that fetches tiles by descriptor."""
     if device.type != "cuda":
         return "large", 2  # interpreted: two programs walk all tiles
@@ -407,9 +419,9 @@ def symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth,
                      SIZE_POW2: tl.constexpr):
     """One BLOCK x BLOCK tile of X X^T, X (size, depth), written to its place and, transposed, to the mirrored place.
 
-    STEP: alpha A A^T + beta A + diagonal I of a symmetric A = X. NORMALIZE: alpha, beta and diagonal are adapted so that
-    the result applied to a raw Y with A = Y Y^T equals theirs applied to Y / norm: the trace of A is norm^2, so no pass
-    over Y goes into finding the norm or dividing by it.
+    STEP: alpha A A^T + beta A + diagonal I of a symmetric A = X. NORMALIZE: alpha, beta and diagonal are changed so
+    that the result, applied to the raw Y of A = Y Y^T, is what they would make of Y / norm: the trace of A is norm^2,
+    so no pass over Y goes into finding the norm or dividing by it.
     """
     pair, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)  # pair = i (i + 1) / 2 + j with j <= i
@@ -562,7 +574,7 @@ def quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexp
     """peaks[b, p] = max |x| over the p-th share of tensor b."""
     part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     peak = tl.zeros((BLOCK,), tl.float32)
-    for start in range(part * share, tl.minimum((part + 1) * share, numel), BLOCK):
+    for start in range(part * share, (part + 1) * share, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0)
         peak = tl.maximum(peak, tl.abs(value.to(tl.float32)))
@@ -570,15 +582,17 @@ def quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexp
 
 
 @jit
-def quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS_POW2: tl.constexpr,
+                         BLOCK: tl.constexpr):
     """x8 = e4m3(x / scale) for the same share; every program finds its tensor's scale, the first one stores it."""
-    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    peak = tl.max(tl.load(peaks + batch * PARTS + tl.arange(0, PARTS)))
+    part, batch, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    every = tl.arange(0, PARTS_POW2)
+    peak = tl.max(tl.load(peaks + batch * parts + every, mask=every < parts, other=0.0))
     scale = tl.div_rn(tl.maximum(peak, 1e-12), 448.0).to(tl.bfloat16).to(tl.float32)
     scale = tl.where(peak == 0.0, 1.0, scale)
     if part == 0:
         tl.store(cells + batch * 4, scale)
-    for start in range(part * share, tl.minimum((part + 1) * share, numel), BLOCK):
+    for start in range(part * share, (part + 1) * share, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0)
         quotient = tl.div_rn(value.to(tl.float32), scale).to(value.dtype).to(tl.float32)
@@ -610,13 +624,31 @@ def quantize_bank(w_BFD: torch.Tensor, w8_BFD: torch.Tensor, scales_B4: torch.Te
             w8.copy_(w8_new)
         return
     numel, block = w_BFD[0].numel(), BANK_QUANTIZE_TILES["BLOCK"]
-    parts = min(1024, triton.next_power_of_2(triton.cdiv(numel, 4 * block)))
-    share = triton.cdiv(numel, parts)
-    peaks = torch.empty((len(w_BFD), parts), dtype=torch.float32, device=w_BFD.device)
-    grid = parts, len(w_BFD)
+    share = triton.cdiv(numel, 1024 * block) * block  # at most 1024 shares, so that one program can read all peaks
+    grid = triton.cdiv(numel, share), len(w_BFD)
+    peaks = torch.empty(grid[::-1], dtype=torch.float32, device=w_BFD.device)
     quantize_peak_kernel[grid](w_BFD, peaks, w_BFD.stride(0), numel, share, **BANK_QUANTIZE_TILES)
-    quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share, PARTS=parts,
-                               **BANK_QUANTIZE_TILES)
+    quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share,
+                               PARTS_POW2=triton.next_power_of_2(grid[0]), **BANK_QUANTIZE_TILES)
+
+
+def launch_quantize(x):
+    """quantize on the GPU, callable from within other launches."""
+    x = x.detach().contiguous()
+    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    cells = torch.empty((1, 4), dtype=torch.float32, device=x.device)
+    quantize_bank(x[None], x8[None], cells)
+    return x8, cells[0, 0]
+
+
+@torch.library.custom_op("speedrun::quantize", mutates_args=())
+def quantize_opaque(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_quantize(x)
+
+
+@quantize_opaque.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), x.new_empty((), dtype=torch.float32)
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -627,11 +659,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not use_kernel(x) or x.dtype == torch.float64:
         return quantize_reference(x)
-    x = x.detach().contiguous()
-    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    cells = torch.ones((1, 4), device=x.device)
-    quantize_bank(x[None], x8[None], cells)
-    return x8, cells[0, 0]
+    return quantize_opaque(x.detach())
 
 
 # --- MLP: linear + relu^2, forward and backward --------------------------------------------------------------------
@@ -725,14 +753,36 @@ def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dt
     return out_TF
 
 
+@torch.library.custom_op("speedrun::mlp_up", mutates_args=())
+def mlp_up(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w8_FD: torch.Tensor | None,
+           w_scale: torch.Tensor | None) -> torch.Tensor:
+    """relu(n w_fc^T)^2, through FP8 where w8 is given. Opaque to torch.compile, as every launch of the model is."""
+    if w8_FD is None:
+        return launch_mlp("up", n_TD, w_fc_FD)
+    n8_TD, n_scale = launch_quantize(n_TD)
+    return launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
+
+
+@mlp_up.register_fake
+def _(n_TD, w_fc_FD, w8_FD, w_scale):
+    return aligned_empty(n_TD, len(n_TD), len(w_fc_FD))
+
+
+@torch.library.custom_op("speedrun::mlp_dpre", mutates_args=())
+def mlp_dpre(g_TD: torch.Tensor, w_proj_FD: torch.Tensor, post_TF: torch.Tensor) -> torch.Tensor:
+    """The gradient of pre from the output's gradient g."""
+    return launch_mlp("dpre", g_TD, w_proj_FD, post_TF)
+
+
+@mlp_dpre.register_fake
+def _(g_TD, w_proj_FD, post_TF):
+    return aligned_empty(g_TD, len(g_TD), len(w_proj_FD))
+
+
 class MlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale):
-        if w8_FD is None:
-            post_TF = launch_mlp("up", n_TD, w_fc_FD)
-        else:
-            n8_TD, n_scale = quantize(n_TD)
-            post_TF = launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
+        post_TF = mlp_up(n_TD, w_fc_FD, w8_FD, w_scale)
         ctx.save_for_backward(n_TD, w_fc_FD, w_proj_FD, post_TF)
         return post_TF @ w_proj_FD
 
@@ -741,7 +791,7 @@ class MlpFunction(torch.autograd.Function):
         n_TD, w_fc_FD, w_proj_FD, post_TF = ctx.saved_tensors
         want_n, want_fc, want_proj = ctx.needs_input_grad[:3]
         dw_proj_FD = post_TF.mT @ g_TD if want_proj else None
-        dpre_TF = launch_mlp("dpre", g_TD, w_proj_FD, post_TF) if want_n or want_fc else None
+        dpre_TF = mlp_dpre(g_TD, w_proj_FD, post_TF) if want_n or want_fc else None
         return (dpre_TF @ w_fc_FD if want_n else None, dpre_TF.mT @ n_TD if want_fc else None, dw_proj_FD, None, None)
 
 
@@ -775,31 +825,34 @@ def matrix_aot_rows():
     for card, archs in ("large", (90,)), ("small", (80, 89)):
         launch = dict(SYMMETRIC_TILES[card])
         warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-        for name, line_is, step in ("xxt", "row_stride", False), ("xtx", "depth_stride", False), ("polar step", "row_stride", True):
-            unit = {"row_stride": "depth_stride", "depth_stride": "row_stride"}[line_is]
-            signature = dict(x="*bf16", out="*bf16", alpha="fp32", beta="fp32", diagonal="fp32",
-                             **dict.fromkeys(("bank_stride", line_is, "size", "depth"), "i32:16"))
-            yield (f"{name} {card}", symmetric_kernel, signature,
-                   launch | {unit: 1} | dict(STEP=step, NORMALIZE=step, SIZE_POW2=1024), warps, stages, archs)
-        for product in "fp8", "up", "dpre":
+        for name, unit, line, step in (("xxt", "depth_stride", "row_stride", False),
+                                       ("xtx", "row_stride", "depth_stride", False),
+                                       ("polar step", "depth_stride", "row_stride", True)):
+            signature = dict(x="*bf16", out="*bf16", alpha="fp32", beta="fp32", diagonal="fp32")
+            signature |= dict.fromkeys(("bank_stride", line, "size", "depth"), "i32:16")
+            flags = {unit: 1, "STEP": step, "NORMALIZE": step, "SIZE_POW2": 1024}
+            yield f"{name} {card}", symmetric_kernel, signature, launch | flags, warps, stages, archs
+        scales = dict(left_scale="*fp32", right_scale="*fp32")
+        for product, operand, used, unused in (("fp8", "fp8e4nv", scales, {"post": None}),
+                                               ("up", "bf16", {}, dict.fromkeys(("post", *scales))),
+                                               ("dpre", "bf16", {"post": "*bf16"}, dict.fromkeys(scales))):
             launch = {k: v for k, v in MLP_TILES[card, product].items() if k != "WAVES"}
-            warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-            operand = "fp8e4nv" if product == "fp8" else "bf16"
-            blocks = dict(left=(operand, launch["BLOCK_T"], launch["BLOCK_D"]),
-                          right=(operand, launch["BLOCK_F"], launch["BLOCK_D"]),
-                          out=("bf16", launch["BLOCK_T"], launch["BLOCK_F"] // 2))
-            signature = {k: f"tensordesc<{t}[{r}, {c}]>" if card == "large" else f"*{t}" for k, (t, r, c) in blocks.items()}
-            signature |= dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16")
-            flags = dict(FP8=product == "fp8", BACKWARD=product == "dpre")
-            used = {"post": "*bf16"} if product == "dpre" else dict(left_scale="*fp32", right_scale="*fp32")
-            unused = {"post", "left_scale", "right_scale"} - (used.keys() if product != "up" else set())
-            yield (f"mlp {product} {card}", mlp_kernel, signature | {k: v for k, v in used.items() if k not in unused},
-                   launch | dict.fromkeys(unused) | flags, warps, stages, archs if product != "fp8" else archs[-1:])
-    launch = {k: v for k, v in BANK_QUANTIZE_TILES.items() if k != "num_warps"}
-    numbers = dict(bank_stride="i32:16", numel="i32:16", share="i32:16")
-    yield ("quantize peak", quantize_peak_kernel, dict(x="*bf16", peaks="*fp32", **numbers), launch, 8, 1, (80, 90))
-    yield ("quantize cast", quantize_cast_kernel, dict(x="*bf16", peaks="*fp32", x8="*fp8e4nv", cells="*fp32", **numbers),
-           launch | dict(PARTS=256), 8, 1, (89, 90))
+            warps, stages, block_t, block_f, block_d = map(
+                launch.get, ("num_warps", "num_stages", "BLOCK_T", "BLOCK_F", "BLOCK_D"))
+            signature = dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16") | used
+            for name, dtype, rows, columns in (("left", operand, block_t, block_d),
+                                               ("right", operand, block_f, block_d),
+                                               ("out", "bf16", block_t, block_f // 2)):
+                signature[name] = f"tensordesc<{dtype}[{rows}, {columns}]>" if card == "large" else f"*{dtype}"
+            constants = {k: v for k, v in launch.items() if not k.startswith("num_")} | unused
+            constants |= dict(FP8=product == "fp8", BACKWARD=product == "dpre")
+            yield (f"mlp {product} {card}", mlp_kernel, signature, constants, warps, stages,
+                   archs if product != "fp8" else archs[-1:])
+    block, warps = BANK_QUANTIZE_TILES["BLOCK"], BANK_QUANTIZE_TILES["num_warps"]
+    signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", share="i32:16")
+    yield "quantize peak", quantize_peak_kernel, signature, dict(BLOCK=block), warps, 3, (80, 90)
+    yield ("quantize cast", quantize_cast_kernel, signature | dict(x8="*fp8e4nv", cells="*fp32"),
+           dict(BLOCK=block, PARTS_POW2=1024), warps, 3, (89, 90))
 
 
 AOT_MATRIX = list(matrix_aot_rows()) if triton else []
@@ -1151,7 +1204,10 @@ LOG2_CAP = CAP / LN2  # z in units of log 2
 # FP8 scales of activations, weights, and the logit gradient of a loss whose gradient is 1.
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_SCALE, W_SCALE, G_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448
-HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time (1.65 GB in bf16); a multiple of 16
+# In FP8 training sigma is stored in 8 bits: steps of 1 / 254, where the v3 record's bf16 has steps of 1 / 256 (from 0.5
+# to 1). z is off by at most 0.045 and p by 4.5%; the e5m2 gradient that it goes to rounds by up to 12.5%.
+FP8_SIGMA, SIGMA_LEVELS = torch.uint8, 254
+HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time (0.8 GB in FP8 training); a multiple of 16
 
 # Launch constants. PERSISTENT counts programs per multiprocessor (0: one program a tile).
 HEAD_PRODUCT_TILES = dict(ROWS=128, COLS=128, DEPTH=128, GROUP=16, PERSISTENT=0, num_warps=4, num_stages=3)
@@ -1165,8 +1221,8 @@ TRANSPOSE_TILES = dict(ROWS=64, COLS=64, num_warps=4)
 
 class QuantizedHead(NamedTuple):
     """lm_head in e4m3, times 1 / W_SCALE, in the two layouts that FP8 products read (contraction dim contiguous)."""
-    w8_DV: torch.Tensor
-    w8_VD: torch.Tensor
+    w8_DV: Tensor
+    w8_VD: Tensor
 
 
 # --- references ---------------------------------------------------------------------------------------------------
@@ -1188,14 +1244,16 @@ def _wanted(targets, mtp_weights, rows, vocab):
 
 
 def _reference_chunks(x, lm_head, targets, mtp_weights, fp8, quantized, chunk):
-    """(rows, lm_head as the products read it, sigma, wanted) of every chunk of rows; sigma is rounded to x's dtype."""
+    """(rows, lm_head as the products read it, sigma, wanted) of every chunk of rows; sigma is rounded as it is stored:
+    to x's dtype, or in FP8 to one of 255 levels."""
     inner, w = torch.promote_types(x.dtype, torch.float32), lm_head
     if fp8:
         w = _on_grid(w.to(inner), W_SCALE, E4M3) if quantized is None else quantized.w8_DV.to(inner) * W_SCALE
     for start in range(0, len(x), chunk):
         rows = slice(start, min(start + chunk, len(x)))
         logits = (_on_grid(x[rows].to(inner), X_SCALE, E4M3) if fp8 else x[rows]) @ w
-        sigma = torch.sigmoid((logits.to(inner) + SHIFT) / STRETCH).to(x.dtype).to(inner)
+        sigma = torch.sigmoid((logits.to(inner) + SHIFT) / STRETCH)
+        sigma = torch.round(SIGMA_LEVELS * sigma) / SIGMA_LEVELS if fp8 else sigma.to(x.dtype).to(inner)
         yield rows, w, sigma, _wanted(targets, mtp_weights.to(inner), rows, w.shape[1])
 
 
@@ -1234,11 +1292,13 @@ class _HeadLossReference(torch.autograd.Function):
 
 def head_loss_reference(x, lm_head, targets, mtp_weights, *, fp8, quantized=None, chunk=1024):
     """What head_loss computes, in eager torch on any device up to fp64; FP8 is emulated by rounding to its grid."""
+    _check_head(x, lm_head, targets, mtp_weights, quantized and quantized.w8_DV)
     return _HeadLossReference.apply(x, lm_head, targets, mtp_weights, fp8, quantized if fp8 else None, chunk)
 
 
 def head_cross_entropy_reference(x, lm_head, targets, chunk=1024):
     """What head_cross_entropy computes, in eager torch on any device up to fp64."""
+    _check_head(x, lm_head, targets)
     inner = torch.promote_types(x.dtype, torch.float32)
     losses = []
     for rows, target in zip(x.split(chunk), targets.split(chunk)):
@@ -1273,12 +1333,11 @@ def _to_fp8(x, LIMIT: tl.constexpr):
 
 
 @jit
-def _half_tanh(x, HARDWARE: tl.constexpr):
-    """sigmoid(2x) = (1 + tanh x) / 2 from one special-function instruction (error 2^-12, bf16 rounds at 2^-9)."""
+def _tanh(x, HARDWARE: tl.constexpr):
+    """From one special-function instruction, which errs by 2^-11: sigma is stored to 2^-9."""
     if HARDWARE:
-        x = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        return 0.5 * x + 0.5
-    return tl.sigmoid(2 * x)
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @jit
@@ -1300,44 +1359,60 @@ def _to_bf16(x, HARDWARE: tl.constexpr):
 
 
 @jit
-def _softcap(product, scale, SHIFT, STRETCH, LOG2_CAP, BF16: tl.constexpr, HARDWARE: tl.constexpr):
+def _softcap(product, scale, SHIFT, STRETCH, LOG2_CAP, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """sigma = sigmoid((product * scale + SHIFT) / STRETCH) as it will be stored, and exp(z - CAP) of that very sigma,
-    so that the probabilities of the gradient sum to one."""
+    so that the probabilities of the gradient sum to one. In uint8, sigma is its level, from 1 (0) to 255 (1)."""
     half = 0.5 / STRETCH
-    sigma = _half_tanh(product * (scale * half) + SHIFT * half, HARDWARE)
-    if BF16:
+    tanh = _tanh(product * (scale * half) + SHIFT * half, HARDWARE)
+    if DTYPE == tl.uint8:
+        rounded = tanh * 127 + 8388736.0  # from 2^23 to 2^24 fp32 holds the integers, their low byte the lowest
+        sigma = rounded.to(tl.int32, bitcast=True).to(tl.uint8)
+        return sigma, _exp2((rounded - 8388863.0) * (LOG2_CAP / 254), HARDWARE)
+    sigma = 0.5 * tanh + 0.5
+    if DTYPE == tl.bfloat16:
         sigma = _to_bf16(sigma, HARDWARE)
+    else:
+        sigma = sigma.to(DTYPE)
     return sigma, _exp2(sigma.to(tl.float32) * LOG2_CAP - LOG2_CAP, HARDWARE)
 
 
 @jit
+def _below_one(sigma):
+    """sigma - 1 of a stored sigma, in units of its levels: of 1 / 254 in uint8, of 1 in floating point."""
+    if sigma.dtype == tl.uint8:
+        return (sigma.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388863.0
+    return sigma.to(tl.float32) - 1
+
+
+@jit
 def _head_product_tile(pid, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                       ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-                       HARDWARE: tl.constexpr):
+                       MASKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+                       GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     tile_t, tile_v = _head_tile(pid, tl.cdiv(T, ROWS), tl.cdiv(V, COLS), GROUP)
     t0, v0 = tile_t * ROWS, tile_v * COLS
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for d in range(0, D, DEPTH):
         acc = tl.dot(x_desc.load([t0, d]), w_desc.load([v0, d]).T, acc)
-    sigma, mass = _softcap(acc, logit_scale, SHIFT, STRETCH, LOG2_CAP, sigma_desc.dtype == tl.bfloat16, HARDWARE)
-    sigma_desc.store([t0, v0], sigma.to(sigma_desc.dtype))
-    mass = tl.where(v0 + tl.arange(0, COLS)[None, :] < V, mass, 0.0)
+    sigma, mass = _softcap(acc, logit_scale, SHIFT, STRETCH, LOG2_CAP, sigma_desc.dtype, HARDWARE)
+    sigma_desc.store([t0, v0], sigma)
+    if MASKED:
+        mass = tl.where(v0 + tl.arange(0, COLS)[None, :] < V, mass, 0.0)
     t = t0 + tl.arange(0, ROWS)
     tl.store(sums_ptr + tile_v * T + t, tl.sum(mass, 1), mask=t < T)
 
 
 @jit
 def _head_product_kernel(x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH, LOG2_CAP,
-                         ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-                         PERSISTENT: tl.constexpr, HARDWARE: tl.constexpr):
+                         MASKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+                         GROUP: tl.constexpr, PERSISTENT: tl.constexpr, HARDWARE: tl.constexpr):
     """Tiles of sigma from x (T, D) and w (V, D) in FP8, and each row's sum of exp(z - CAP) over a tile's columns."""
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * tl.cdiv(V, COLS), tl.num_programs(0), flatten=True):
             _head_product_tile(tile, x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH,
-                               LOG2_CAP, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+                               LOG2_CAP, MASKED, ROWS, COLS, DEPTH, GROUP, HARDWARE)
     else:
         _head_product_tile(tl.program_id(0), x_desc, w_desc, sigma_desc, sums_ptr, T, V, D, logit_scale, SHIFT, STRETCH,
-                           LOG2_CAP, ROWS, COLS, DEPTH, GROUP, HARDWARE)
+                           LOG2_CAP, MASKED, ROWS, COLS, DEPTH, GROUP, HARDWARE)
 
 
 @jit
@@ -1350,8 +1425,8 @@ def _head_softcap_kernel(logits_ptr, sigma_ptr, sums_ptr, V, SHIFT, STRETCH, LOG
     for v0 in range(0, V, COLS):
         v = v0 + tl.arange(0, COLS)
         logits = tl.load(logits_ptr + first + v, mask=v < V, other=0.0).to(tl.float32)
-        sigma, mass = _softcap(logits, 1.0, SHIFT, STRETCH, LOG2_CAP, sigma_ptr.dtype.element_ty == tl.bfloat16, HARDWARE)
-        tl.store(sigma_ptr + first + v, sigma.to(sigma_ptr.dtype.element_ty), mask=v < V)
+        sigma, mass = _softcap(logits, 1.0, SHIFT, STRETCH, LOG2_CAP, sigma_ptr.dtype.element_ty, HARDWARE)
+        tl.store(sigma_ptr + first + v, sigma, mask=v < V)
         total += tl.where(v < V, mass, 0.0)
     tl.store(sums_ptr + row, tl.sum(total, 0))
 
@@ -1361,6 +1436,7 @@ def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, mass_ptr, l
                       left, n_weights, unit, CAP, LOG2_CAP, LN2, ROWS: tl.constexpr, TILES: tl.constexpr):
     """For T rows: log2 of the sum of exp(z - CAP), multi-token loss, and unit * d loss / d logit at the targets,
     (n_weights, T). `left` rows remain in the sequence from the first of them on."""
+    LEVELS: tl.constexpr = 254 if sigma_ptr.dtype.element_ty == tl.uint8 else 1
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((TILES, ROWS), tl.float32)
     for first in range(0, tiles, TILES):
@@ -1376,14 +1452,14 @@ def _head_loss_kernel(sigma_ptr, sums_ptr, targets_ptr, weights_ptr, mass_ptr, l
     for k in range(n_weights):
         target = tl.load(targets_ptr + t + k, mask=(t < T) & (t + k < left), other=-1)
         valid = (target >= 0) & (target < V)
-        sigma = tl.load(sigma_ptr + t.to(tl.int64) * V + target, mask=valid, other=1.0).to(tl.float32)
-        loss += tl.where(valid, tl.load(weights_ptr + k) * (mass * LN2 - (sigma - 1) * CAP), 0.0)
+        below = _below_one(tl.load(sigma_ptr + t.to(tl.int64) * V + target, mask=valid, other=1.0)) / LEVELS
+        loss += tl.where(valid, tl.load(weights_ptr + k) * (mass * LN2 - below * CAP), 0.0)
         wanted = tl.zeros((ROWS,), tl.float32)  # all that this row's targets want of this column: they may repeat
         for j in range(n_weights):
             other = tl.load(targets_ptr + t + j, mask=(t < T) & (t + j < left), other=-1)
             wanted += tl.where(other == target, tl.load(weights_ptr + j), 0.0)
-        p = tl.exp2((sigma - 1) * LOG2_CAP - mass)
-        tl.store(at_targets_ptr + k * T + t, (weight_sum * p - wanted) * (sigma * (1 - sigma)) * unit, mask=t < T)
+        p = tl.exp2(below * LOG2_CAP - mass)
+        tl.store(at_targets_ptr + k * T + t, (weight_sum * p - wanted) * (below * (below + 1)) * -unit, mask=t < T)
     tl.store(loss_ptr + t, loss, mask=t < T)
 
 
@@ -1402,11 +1478,13 @@ def _pack_e5m2(g0, g1, g2, g3, HARDWARE: tl.constexpr):
 @jit
 def _softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE: tl.constexpr):
     """factor * p * sigma (1 - sigma) at rows t and columns v; 0 in rows past T."""
+    LEVELS: tl.constexpr = 254 if sigma_ptr.dtype.element_ty == tl.uint8 else 1
     inside = (t < T)[:, None] & (v < V)[None, :]
-    sigma = tl.load(sigma_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    sigma = tl.load(sigma_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], mask=inside, other=1.0)
+    below = _below_one(sigma)
     mass = tl.load(mass_ptr + t, mask=t < T, other=0.0)
-    below = sigma - 1
-    return _exp2(below * LOG2_CAP - mass[:, None], HARDWARE) * (sigma * below * -factor)
+    p = _exp2(below * (LOG2_CAP / LEVELS) - mass[:, None], HARDWARE)
+    return p * (below * (below + LEVELS) * (factor / (-LEVELS * LEVELS)))
 
 
 @jit
@@ -1534,7 +1612,8 @@ def _softcapped_fp8_product(x8_TD, w8_VD, sigma_TV):
     """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP)."""
     (T, V), D, tiles = sigma_TV.shape, x8_TD.shape[1], HEAD_PRODUCT_TILES
     if not _fuses_softcap(x8_TD.device):
-        return _softcap_rows(_scaled_product(x8_TD, w8_VD, X_SCALE, W_SCALE, sigma_TV, fast=True), sigma_TV)
+        logits = torch.empty(T, V, dtype=torch.bfloat16, device=x8_TD.device)
+        return _softcap_rows(_scaled_product(x8_TD, w8_VD, X_SCALE, W_SCALE, logits, fast=True), sigma_TV)
     rows, cols, depth = tiles["ROWS"], tiles["COLS"], tiles["DEPTH"]
     sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x8_TD.device)
     programs = triton.cdiv(T, rows) * len(sums)
@@ -1543,7 +1622,7 @@ def _softcapped_fp8_product(x8_TD, w8_VD, sigma_TV):
     _head_product_kernel[programs,](
         TensorDescriptor.from_tensor(x8_TD, [rows, depth]), TensorDescriptor.from_tensor(w8_VD, [cols, depth]),
         TensorDescriptor.from_tensor(sigma_TV, [rows, cols]), sums, T, V, D, X_SCALE * W_SCALE, SHIFT, STRETCH,
-        LOG2_CAP, HARDWARE=x8_TD.is_cuda, **tiles)
+        LOG2_CAP, MASKED=V % cols > 0, HARDWARE=x8_TD.is_cuda, **tiles)
     return sums
 
 
@@ -1590,71 +1669,129 @@ def _head_gradient(sigma_TV, mass_T, at_targets_KT, targets, mtp_weights, g_TV, 
         **HEAD_TARGETS_TILES)
 
 
+# --- operations that a compiler calls without looking inside ----------------------------------------------------------
+
+def _head_outputs(x, lm_head, fp8, training):
+    """loss (T,), dx for an incoming gradient of 1, and what dW needs: the logit gradient, (V, T) in e5m2 or (T, V)."""
+    (T, D), V = x.shape, lm_head.shape[1]
+    loss_T = x.new_empty(T, dtype=torch.float32)
+    if not training:
+        return loss_T, x.new_empty(0), x.new_empty(0)
+    return loss_T, x.new_empty(_padded(T), D), x.new_empty(V, _padded(T), dtype=E5M2) if fp8 else x.new_empty(T, V)
+
+
+@torch.library.custom_op("speedrun::head_forward", mutates_args=())
+def _head_forward(x: Tensor, lm_head: Tensor, targets: Tensor, mtp_weights: Tensor, w8_DV: Optional[Tensor],
+                  w8_VD: Optional[Tensor], training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    _check_head(x, lm_head, targets, mtp_weights, w8_DV)
+    x, lm_head, targets, mtp_weights = (a.contiguous() for a in (x, lm_head, targets, mtp_weights.float()))
+    T, V, fp8 = len(x), lm_head.shape[1], w8_DV is not None
+    loss_T, dx, g = _head_outputs(x, lm_head, fp8, training)
+    chunk, unit = min(T, HEAD_CHUNK), 1 / G_SCALE if fp8 else 1.0
+    x8 = _quantize(x, X_SCALE, plain=True)[0] if fp8 else None
+    # FP8 keeps the transposed gradient and reuses one chunk of all else. Without it the gradient overwrites sigma.
+    sigma = g if training and not fp8 else x.new_empty(chunk, V, dtype=FP8_SIGMA if fp8 else x.dtype)
+    g_chunk = x.new_empty(_padded(chunk), V, dtype=E5M2) if training and fp8 else None
+    for start in range(0, T, chunk):
+        rows, later = slice(start, min(start + chunk, T)), targets[start:]
+        sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
+        if fp8:
+            sums = _softcapped_fp8_product(x8[rows], w8_VD, sigma_TV)
+        else:
+            sums = _softcap_rows(torch.mm(x[rows], lm_head, out=sigma_TV), sigma_TV)
+        mass_T, at_targets_KT = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows], unit)
+        if training and fp8:
+            g_TV = g_chunk[:_padded(rows.stop - start)]
+            _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, g_TV, g[:, start:], unit)
+            _scaled_product(g_TV, w8_DV, G_SCALE, W_SCALE, dx[start:start + len(g_TV)])
+        elif training:
+            _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, sigma_TV, None, unit)
+            torch.mm(sigma_TV, lm_head.T, out=dx[rows])
+    return loss_T, dx, g
+
+
+@_head_forward.register_fake
+def _(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, training):
+    return _head_outputs(x, lm_head, w8_DV is not None, training)
+
+
+def _head_gradients(x, g, needs_x, needs_head):
+    V = g.shape[0] if g.dtype == E5M2 else g.shape[1]
+    return x.new_empty(x.shape if needs_x else 0), x.new_empty((x.shape[1], V) if needs_head else 0)
+
+
+@torch.library.custom_op("speedrun::head_backward", mutates_args=())
+def _head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x: bool,
+                   needs_head: bool) -> tuple[Tensor, Tensor]:
+    x, grad_T = x.contiguous(), grad_T.contiguous()
+    dx, dw = _head_gradients(x, g, needs_x, needs_head)
+    if needs_x:
+        torch.mul(dx_unit[:len(x)], grad_T[:, None], out=dx)  # in one pass, rounded once
+    if needs_head and g.dtype == E5M2:
+        top = grad_T.abs().amax()
+        share_T = grad_T / torch.where(top > 0, top, 1.0)
+        _scaled_product(_quantize(x, X_SCALE, transposed=True, share=share_T)[1], g, X_SCALE, top * G_SCALE, dw)
+    elif needs_head:
+        torch.mm(torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T, g, out=dw)
+    return dx, dw
+
+
+@_head_backward.register_fake
+def _(x, dx_unit, g, grad_T, needs_x, needs_head):
+    return _head_gradients(x, g, needs_x, needs_head)
+
+
+@torch.library.custom_op("speedrun::quantize_head", mutates_args=())
+def _quantize_head(lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    _check_fp8(lm_head)
+    return _quantize(lm_head.contiguous(), W_SCALE, plain=True, transposed=True)
+
+
+@_quantize_head.register_fake
+def _(lm_head):
+    return lm_head.new_empty(lm_head.shape, dtype=E4M3), lm_head.new_empty(lm_head.shape[::-1], dtype=E4M3)
+
+
+@torch.library.custom_op("speedrun::head_cross_entropy", mutates_args=())
+def _head_cross_entropy(x: Tensor, lm_head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    _check_head(x, lm_head, targets)
+    x, lm_head, targets = x.contiguous(), lm_head.contiguous(), targets.contiguous()
+    sigma = x.new_empty(min(len(x), chunk), lm_head.shape[1], dtype=torch.float32)
+    loss_T, weight = x.new_empty(len(x), dtype=torch.float32), torch.ones(1, device=x.device)
+    for start in range(0, len(x), chunk):
+        rows = slice(start, min(start + chunk, len(x)))
+        sigma_TV = sigma[:rows.stop - start]
+        sums = _softcap_rows(x[rows] @ lm_head, sigma_TV)
+        _loss_from_sums(sigma_TV, sums, targets[rows], weight, loss_T[rows], 1.0)
+    return loss_T
+
+
+@_head_cross_entropy.register_fake
+def _(x, lm_head, targets, chunk):
+    return x.new_empty(len(x), dtype=torch.float32)
+
+
 class _HeadLoss(torch.autograd.Function):
     """The logit gradient for an incoming gradient of 1 is made chunk by chunk in the forward pass, while a chunk's
     sigmoids exist; it is linear in the incoming per-token gradient, which the backward pass applies to the rows of dx
     and, through the rows of x, to dW. (Gradient in the forward pass: Liger-Kernel, arXiv 2410.10989.)"""
 
     @staticmethod
-    def forward(ctx, x, lm_head, targets, mtp_weights, quantized, training):
-        (T, D), V, fp8 = x.shape, lm_head.shape[1], quantized is not None
-        chunk, padded_T = min(T, HEAD_CHUNK), _padded(T)
-        x8 = _quantize(x, X_SCALE, plain=True)[0] if fp8 else None
-        # FP8 keeps the transposed gradient, which dW reads, and reuses one chunk of all else. Without FP8 the gradient
-        # overwrites sigma, all rows of which are kept.
-        sigma = x.new_empty(T if training and not fp8 else chunk, V)
-        g = x.new_empty(_padded(chunk), V, dtype=E5M2) if training and fp8 else None
-        g_VT = x.new_empty(V, padded_T, dtype=E5M2) if training and fp8 else None
-        loss_T, dx = x.new_empty(T, dtype=torch.float32), x.new_empty(padded_T, D) if training else None
-        for start in range(0, T, chunk):
-            rows, later = slice(start, min(start + chunk, T)), targets[start:]
-            sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
-            if fp8:
-                sums = _softcapped_fp8_product(x8[rows], quantized.w8_VD, sigma_TV)
-            else:
-                sums = _softcap_rows(torch.mm(x[rows], lm_head, out=sigma_TV), sigma_TV)
-            unit = 1 / G_SCALE if fp8 else 1.0
-            mass_T, at_targets_KT = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows], unit)
-            if training and fp8:
-                g_TV = g[:_padded(rows.stop - start)]
-                _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, g_TV, g_VT[:, start:], unit)
-                _scaled_product(g_TV, quantized.w8_DV, G_SCALE, W_SCALE, dx[start:start + len(g_TV)])
-            elif training:
-                _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, sigma_TV, None, unit)
-                torch.mm(sigma_TV, lm_head.T, out=dx[rows])
-        ctx.fp8 = fp8
-        ctx.save_for_backward(*((x, dx[:T], g_VT if fp8 else sigma) if training else ()))
+    def forward(ctx, x, lm_head, targets, mtp_weights, w8_DV, w8_VD, needs):
+        loss_T, dx_unit, g = _head_forward(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, any(needs))
+        ctx.save_for_backward(x, dx_unit, g)
+        ctx.needs = needs
         return loss_T
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_T):
-        x, dx_unit, g = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.mul(dx_unit, grad_T[:, None], out=torch.empty_like(x))  # one rounding, in one pass
-        if ctx.needs_input_grad[1] and ctx.fp8:
-            top = grad_T.abs().amax()
-            share_T = grad_T / torch.where(top > 0, top, 1.0)
-            x8_DT = _quantize(x, X_SCALE, transposed=True, share=share_T)[1]
-            dw = _scaled_product(x8_DT, g, X_SCALE, top * G_SCALE, x.new_empty(x.shape[1], len(g)))
-        elif ctx.needs_input_grad[1]:
-            dw = torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T @ g
-        return dx, dw, None, None, None, None
+        grads = _head_backward(*ctx.saved_tensors, grad_T, *ctx.needs)
+        return *(grad if needed else None for grad, needed in zip(grads, ctx.needs)), None, None, None, None, None
 
 
 # --- public -------------------------------------------------------------------------------------------------------
 
-def quantize_head(lm_head):
-    """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=)."""
-    w_DV = lm_head.detach().contiguous()
-    if _runs_kernel(True, w_DV):
-        return QuantizedHead(*_quantize(w_DV, W_SCALE, plain=True, transposed=True))
-    w8_DV = (w_DV.float() / W_SCALE).clamp(-448, 448).to(E4M3)
-    return QuantizedHead(w8_DV, w8_DV.T.contiguous())
-
-
-def _check_head(x, lm_head, targets):
+def _check_head(x, lm_head, targets, mtp_weights=None, w8_DV=None):
     require(x.dim() == 2 and lm_head.dim() == 2 and x.shape[1] == lm_head.shape[0] and len(x) > 0,
             f"the head takes x (T, D) and lm_head (D, V), got {tuple(x.shape)} and {tuple(lm_head.shape)}; "
             "flatten the batch and store lm_head as (model dim, vocabulary)")
@@ -1663,15 +1800,27 @@ def _check_head(x, lm_head, targets):
     require(targets.shape == x.shape[:1] and targets.dtype == torch.int64,
             f"targets must be one int64 a row of x, got {tuple(targets.shape)} {targets.dtype} for {len(x)} rows; "
             "pass the T next tokens as int64")
+    if mtp_weights is not None:
+        require(mtp_weights.dim() == 1 and len(mtp_weights) > 0 and mtp_weights.dtype.is_floating_point,
+                f"mtp_weights must be a vector of at least one float, got {tuple(mtp_weights.shape)} "
+                f"{mtp_weights.dtype}; pass one weight a predicted token")
+    if w8_DV is not None:
+        require(w8_DV.shape == lm_head.shape, f"quantized must be quantize_head(lm_head), got shape "
+                f"{tuple(w8_DV.shape)} for {tuple(lm_head.shape)}; quantize this lm_head or leave it out")
 
 
-def _runs_kernel(fp8, lm_head, *others):
-    if not use_kernel(lm_head, *others) or lm_head.dtype == torch.float64:
-        return False
-    require(not fp8 or lm_head.shape[0] % 16 == 0 and lm_head.shape[1] % 16 == 0,
+def _check_fp8(lm_head):
+    require(lm_head.dim() == 2 and lm_head.shape[0] % 16 == 0 and lm_head.shape[1] % 16 == 0,
             "an FP8 head needs a model dim and a vocabulary that are multiples of 16, got "
             f"{tuple(lm_head.shape)}; pad lm_head or pass fp8=False")
-    return True
+
+
+def quantize_head(lm_head):
+    """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=)."""
+    if use_kernel(lm_head) and lm_head.dtype != torch.float64:
+        return QuantizedHead(*_quantize_head(lm_head.detach()))
+    w8_DV = (lm_head.detach().float() / W_SCALE).clamp(-448, 448).to(E4M3)
+    return QuantizedHead(w8_DV, w8_DV.T.contiguous())
 
 
 def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
@@ -1686,19 +1835,13 @@ def head_loss(x, lm_head, targets, mtp_weights, *, fp8, quantized=None):
           FP8: e5m2 logit gradients, e4m3 rows of x weighted by their share of max|g|, no fast accumulation
     Raises ValueError for shapes, dtypes, and dims that the kernels cannot take
     """
-    _check_head(x, lm_head, targets)
-    require(mtp_weights.dim() == 1 and len(mtp_weights) > 0 and mtp_weights.dtype.is_floating_point,
-            f"mtp_weights must be a vector of at least one float, got {tuple(mtp_weights.shape)} {mtp_weights.dtype}; "
-            "pass one weight a predicted token")
-    require(quantized is None or fp8 and quantized.w8_DV.shape == lm_head.shape,
-            f"quantized must be quantize_head(lm_head) and goes with fp8=True, got fp8={fp8} and shape "
-            f"{quantized and tuple(quantized.w8_DV.shape)} for {tuple(lm_head.shape)}; quantize lm_head or omit it")
-    if not _runs_kernel(fp8, lm_head, x, targets):
+    require(fp8 or quantized is None, "a quantized head is for FP8 only, got fp8=False; pass fp8=True or leave it out")
+    if not use_kernel(x, lm_head, targets) or x.dtype == torch.float64:
         return head_loss_reference(x, lm_head, targets, mtp_weights, fp8=fp8, quantized=quantized)
-    quantized = (quantized or quantize_head(lm_head)) if fp8 else None
-    training = torch.is_grad_enabled() and (x.requires_grad or lm_head.requires_grad)
-    return _HeadLoss.apply(x.contiguous(), lm_head.contiguous(), targets.contiguous(),
-                           mtp_weights.float().contiguous(), quantized, training)
+    w8_DV, w8_VD = (quantized or quantize_head(lm_head)) if fp8 else (None, None)
+    training = torch.is_grad_enabled()
+    needs = training and x.requires_grad, training and lm_head.requires_grad
+    return _HeadLoss.apply(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, needs)
 
 
 @torch.no_grad()
@@ -1708,19 +1851,10 @@ def head_cross_entropy(x, lm_head, targets, chunk=8192):
     In    as head_loss; products in x's dtype, softcap and cross-entropy in fp32 (fp64 for fp64), `chunk` rows at a time
     Out   loss (T,) in nats, 0 where the target is negative; no gradient
     """
-    _check_head(x, lm_head, targets)
-    require(chunk > 0, f"chunk counts rows and must be positive, got {chunk}; leave it at its default")
-    if not _runs_kernel(False, lm_head, x, targets):
+    require(chunk > 0, "chunk counts rows and must be positive, got 0 or less; leave it at its default")
+    if not use_kernel(x, lm_head, targets) or x.dtype == torch.float64:
         return head_cross_entropy_reference(x, lm_head, targets, chunk)
-    x, lm_head, targets = x.contiguous(), lm_head.contiguous(), targets.contiguous()
-    sigma = x.new_empty(min(len(x), chunk), lm_head.shape[1], dtype=torch.float32)
-    loss_T, weight = x.new_empty(len(x), dtype=torch.float32), torch.ones(1, device=x.device)
-    for start in range(0, len(x), chunk):
-        rows = slice(start, min(start + chunk, len(x)))
-        sigma_TV = sigma[:rows.stop - start]
-        sums = _softcap_rows(x[rows] @ lm_head, sigma_TV)
-        _loss_from_sums(sigma_TV, sums, targets[rows], weight, loss_T[rows], 1.0)
-    return loss_T
+    return _head_cross_entropy(x, lm_head, targets, chunk)
 
 
 def _check_transpose(src, dst):
@@ -1768,13 +1902,14 @@ def _aot_rows():
     ROWS, COLS, DEPTH = (HEAD_PRODUCT_TILES[name] for name in ("ROWS", "COLS", "DEPTH"))
     add("head_product", _head_product_kernel, fp8, dict(
         x_desc=f"tensordesc<fp8e4nv[{ROWS}, {DEPTH}]>", w_desc=f"tensordesc<fp8e4nv[{COLS}, {DEPTH}]>",
-        sigma_desc=f"tensordesc<bf16[{ROWS}, {COLS}]>"), **HEAD_PRODUCT_TILES)
+        sigma_desc=f"tensordesc<u8[{ROWS}, {COLS}]>"), MASKED=False, **HEAD_PRODUCT_TILES)
     for sigma in "*bf16", "*fp32":
         add(f"head_softcap {sigma}", _head_softcap_kernel, bf16, dict(logits_ptr="*bf16", sigma_ptr=sigma),
             **HEAD_SOFTCAP_TILES)
-    add("head_loss", _head_loss_kernel, bf16, dict(sigma_ptr="*bf16"), **HEAD_LOSS_TILES)
+    for sigma, archs in ("*bf16", bf16), ("*u8", fp8):
+        add(f"head_loss {sigma}", _head_loss_kernel, archs, dict(sigma_ptr=sigma), **HEAD_LOSS_TILES)
     add("head_gradient", _head_gradient_kernel, bf16, dict(sigma_ptr="*bf16", g_ptr="*bf16"), **HEAD_GRADIENT_TILES)
-    add("head_gradient_fp8", _head_gradient_fp8_kernel, fp8, dict(sigma_ptr="*bf16", g_ptr="*u8", g_VT_ptr="*i32"),
+    add("head_gradient_fp8", _head_gradient_fp8_kernel, fp8, dict(sigma_ptr="*u8", g_ptr="*u8", g_VT_ptr="*i32"),
         **HEAD_GRADIENT_TILES)
     add("head_targets", _head_targets_kernel, bf16, dict(g_ptr="*bf16"), FP8=False, g_VT_ptr=None, **HEAD_TARGETS_TILES)
     add("head_targets_fp8", _head_targets_kernel, fp8, dict(g_ptr="*u8", g_VT_ptr="*u8"), FP8=True,

@@ -38,7 +38,7 @@ START_STEPS = 6  # steps of each stage where a start is timed: warm-up then samp
 LAUNCHER = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PREFLIGHT_")  # variables
 PEAK = {"H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s by what the GPU's name holds
 LEGEND = """\
-a ±b (min c): median, median absolute deviation, least; "ms" takes each even step and the odd one after it as one, halved.
+a ±b (min c): median, median absolute deviation, least; "ms" averages each even step with the odd one after it.
 forward_backward holds data loading, optimizer holds FP8 requantization.
 GPU ms: some kernel or copy runs. Exposed communication: only NCCL runs, which may be waiting for another rank.
 MFU: 3 x forward FLOPs / time / 989 TFLOP/s, dense bf16, also where FP8 is on. Forward: 2 a token and weight of QKVO,
@@ -178,22 +178,24 @@ def cells(column: dict, device: str) -> dict[str, str]:
     return tokens | shown | memory
 
 
-def report_rows(result: dict) -> list[tuple]:
+def report_rows(result: dict) -> list[dict]:
     """A column for each stage and for validation."""
-    shown = [cells(column, result["machine"]["device"]) for column in result["columns"]]
-    rows = [(row, *(column.get(row, "-") for column in shown)) for row in shown[0]]
-    return [("", *(column["name"] for column in result["columns"])), *rows]
+    shown = {column["name"]: cells(column, result["machine"]["device"]) for column in result["columns"]}
+    first = next(iter(shown.values()))
+    return [{"": row} | {name: column.get(row) for name, column in shown.items()} for row in first]
 
 
-def compare_rows(runs: list[dict]) -> list[tuple]:
+def compare_rows(runs: list[dict]) -> list[dict]:
     """Ratios from the runs A B B A; a steady drift cancels in the geometric mean of the two pairs."""
-    rows = [("", "A: this, ms", "B: other, ms", "A/B", "first pair", "second pair", "A/A", "B/B")]
+    rows = []
     for columns in zip(*(run["columns"] for run in runs), strict=True):
         times = [step_ms(column).mean(1) for column in columns]
         a1, b1, b2, a2 = (median(values) for values in times)
-        ratios = ((a1 / b1 * a2 / b2) ** 0.5, a1 / b1, a2 / b2, a2 / a1, b2 / b1)
-        samples = (np.concatenate((times[0], times[3])), np.concatenate((times[1], times[2])))
-        rows.append((columns[0]["name"], *map(spread, samples), *(f"{ratio:.4f}" for ratio in ratios)))
+        row = {"": columns[0]["name"], "A: this, ms": spread(np.concatenate((times[0], times[3])))}
+        row["B: other, ms"] = spread(np.concatenate((times[1], times[2])))
+        ratios = {"A/B": (a1 / b1 * a2 / b2) ** 0.5, "first pair": a1 / b1, "second pair": a2 / b2}
+        ratios |= {"A again/A": a2 / a1, "B again/B": b2 / b1}  # how far one checkout differs from itself
+        rows.append(row | {name: f"{ratio:.4f}" for name, ratio in ratios.items()})
     return rows
 
 

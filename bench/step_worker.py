@@ -3,6 +3,7 @@
 `t` is the train_gpt of the checkout that the job names.
 """
 
+import gzip
 import importlib
 import json
 import sys
@@ -28,7 +29,7 @@ def step_flops(t, cfg, step: int, batches: list) -> float:
     m, view, total = cfg.model, t.view_at(cfg, step), 0.0
     weights = m.dim * (4 * m.dim * len(m.attn_layers) + 8 * m.dim * len(m.plan) + m.vocab_padded)
     for batch in batches:
-        total += 2 * weights * len(batch.inputs)
+        total += 2 * weights * int((batch.targets >= 0).sum())
         lengths = np.diff(batch.cu_seqlens.cpu().numpy().astype(np.int64))
         for spec in (m.plan[i] for i in m.attn_layers):
             streams = 2 if spec.paired else 1  # a paired layer has half the heads over twice the positions
@@ -98,28 +99,29 @@ def top_kernels(events: list[dict]) -> str:
 
 
 def profile_steps(trainer, loader, steps: range, out: Path | None) -> dict[str, float]:
-    """GPU time of a few steps; with `out`, <out>_top.txt and <out>_trace.json are written as well."""
+    """GPU time of a few steps; with `out`, <out>_top.txt and <out>_trace.json.gz are written as well."""
     runtime, activity = trainer.runtime, torch.profiler.ProfilerActivity
     cuda = runtime.device.type == "cuda"
     if not cuda and not out:
         return {}
     kinds = [*([activity.CUDA] if cuda else []), *([activity.CPU] if out or not cuda else [])]
     plan = torch.profiler.schedule(wait=0, warmup=PROFILED, active=PROFILED)
-    with torch.profiler.profile(activities=kinds, schedule=plan) as profiler, tempfile.TemporaryDirectory() as scratch:
+    with torch.profiler.profile(activities=kinds, schedule=plan) as profiler:
         for step in steps:
+            if step != steps[0]:
+                profiler.step()
             trainer.train_step(step, next(loader))
             runtime.sync()
-            if step != steps[-1]:
-                profiler.step()
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as scratch:
         write = out and runtime.main
-        path = Path(f"{out}_trace.json") if write else Path(scratch) / "trace.json"
+        path = Path(f"{out}_trace.json.gz") if write else Path(scratch) / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())["traceEvents"]
-    events = [e for e in trace if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        with gzip.open(path) as file:
+            trace = json.load(file)["traceEvents"]
+    events = [event for event in trace if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if write:
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-        Path(f"{out}_top.txt").write_text(top_kernels(events) if cuda else table)
+        table = top_kernels(events) if cuda else profiler.key_averages().table("self_cpu_time_total", row_limit=40)
+        Path(f"{out}_top.txt").write_text(table)
     return device_times(events) if cuda else {}
 
 
@@ -135,7 +137,7 @@ def measure_stage(t, trainer, job: dict, stage: int) -> dict:
         batches = next(loader)
         flops.append(step_flops(t, cfg, step, batches))
         trainer.train_step(step, batches)
-    result = {"name": f"stage {stage}", "tokens": t.stage_at(cfg, first).batch_tokens, "micro_batches": runtime.accum}
+    result = {"name": f"stage {stage}", "tokens": t.stage_at(cfg, first).batch_tokens, "micro_batches": len(batches)}
     result |= measure_memory(runtime, lambda: time_steps(trainer, loader, range(begin, end)))
     if not job["times_only"]:
         out = Path(job["out"]) / f"stage{stage}" if job["out"] else None

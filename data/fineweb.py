@@ -424,7 +424,7 @@ def report(writers: dict[str, ShardWriter], encoding: Any, shard_tokens: int, va
         for path, tokens, documents in writer.shards:
             print(f"{path.name}: {tokens:,} tokens, {documents:,} documents")
         if writer.shards and tokens < shard_tokens:
-            print(f"  ({path.name} is {tokens / shard_tokens:.0%} full, as it should be: the text ends in it)")
+            print(f"  ({path.name} is {tokens / shard_tokens:.1%} full, as it should be: the text ends in it)")
     total = sum(writer.documents for writer in writers.values())
     for split, wanted in (("train", val_fraction < 1), ("val", val_fraction > 0)):
         if wanted and not writers[split].shards:

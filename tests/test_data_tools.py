@@ -395,7 +395,7 @@ def test_the_command_says_that_a_partial_last_shard_is_expected(source, tmp_path
     sizes = [check_shard(path, **BYTES).num_tokens for path in sorted((tmp_path / "mine").glob("*.bin"))]
     out = capsys.readouterr().out
     assert len(sizes) == 2 and sum(sizes) == tokens
-    assert f"mine_train_000002.bin is {sizes[1] / limit:.0%} full, as it should be" in out
+    assert f"mine_train_000002.bin is {sizes[1] / limit:.1%} full, as it should be" in out
     assert "train_files=" in out and "val_files=" not in out and "vocab_size=257 bos_id=256" in out
 
 
