@@ -366,9 +366,9 @@ def _demo() -> RunConfig:
     )
     return RunConfig(
         preset="demo",
-        scheduled_steps=150,
+        scheduled_steps=96,
         extension_steps=6,
-        val_every=50,
+        val_every=32,
         val_tokens=65_536,
         train_files="data/demo/demo_train_*.bin",
         val_files="data/demo/demo_val_*.bin",
@@ -380,7 +380,7 @@ def _demo() -> RunConfig:
             stages=stages,
             extension=dataclasses.replace(ScheduleConfig().extension, batch_tokens=6144, max_doc_len=768),
             window_block=16,
-            momentum_warmup=30,
+            momentum_warmup=20,
             momentum_cooldown=10,
             val_chunk=2048,
         ),
@@ -589,6 +589,8 @@ def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # toy tensors: more threads would mostly wait for each other
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size)

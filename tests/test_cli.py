@@ -249,7 +249,7 @@ def shown(capfd, *options) -> str:
 
 
 def test_the_tables_hold_what_they_are_for(capfd):
-    totals = re.findall(r"total, world size (\d) +([\d,]+)", shown(capfd, "show=params"))
+    totals = re.findall(r"total, world size (\d) +- +([\d,]+)", shown(capfd, "show=params"))
     assert dict(totals) == {"8": "643,751,335", "4": "640,605,607", "2": "640,605,607", "1": "640,605,607"}
     plan = shown(capfd, "show=plan")
     assert len(re.findall(r"^\d+ ", plan, re.M)) == 11 and re.search(r"^6 +none .*early", plan, re.M)
