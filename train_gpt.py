@@ -37,7 +37,7 @@ import sysconfig
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -726,59 +726,22 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotary(x_TNH: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
-    """Rotate adjacent pairs of the first half of every head.
-
-    Paired layers see 2T positions; head h of token t takes the angle of position 2t + h mod 2, although the attention
-    stream places it at 2t + h div (N/2). That mismatch is v3's and is kept.
-    """
-    T, N, H = x_TNH.shape
-    streams = 2 if paired else 1
-    cos, sin = (table[: T * streams].view(T, 1, streams, H // 4) for table in (cos, sin))
-    x = x_TNH.reshape(T, N // streams, streams, H)
-    even, odd = x[..., : H // 2 : 2], x[..., 1 : H // 2 : 2]
-    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., H // 2 :]), dim=-1).view(T, N, H)
-
-
-def offset_keys(k_TNH: Tensor) -> Tensor:
-    """Second half of every key from the token before, so that one layer can be an induction head.
-
-    Reads from a copy: shifting in place gives other keys in eager than in compiled execution.
-    """
-    half = k_TNH.shape[-1] // 2
-    shifted = torch.cat((k_TNH[:1, :, half:], k_TNH[:-1, :, half:]))
-    return torch.cat((k_TNH[..., :half], shifted), dim=-1)
-
-
 def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
     """Add a gated share of the previous token's embedding to each token but the first."""
     gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(e_TD[1:, : gate_w.shape[-1]], gate_w))
     return torch.cat((e_TD[:1], e_TD[1:] + gate * e_TD[:-1]))
 
 
-def exclude_self(y_TNH: Tensor, v_TNH: Tensor, alpha_TN: Tensor) -> Tensor:
-    """XSA: take out of each head's output its component along the token's own value, by the share tanh(alpha)."""
-    v_hat = F.normalize(v_TNH, dim=-1, eps=1e-4)
-    along = (y_TNH * v_hat).sum(-1, keepdim=True)
-    return y_TNH - torch.tanh(alpha_TN)[..., None] * along * v_hat
+def gate_lanes(
+    x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float
+) -> tuple[Tensor, ...]:
+    """Per-token coefficients (T, width) of each lane: a two-layer GELU MLP, not squashed."""
+    widths = [lane.width for lane in lanes]
+    total = sum(widths)
+    return ((F.linear(F.gelu(F.linear(x_TD, w1)), w2[:total]) + b2[:total]) * scale).split(widths, dim=-1)
 
 
-def gate_mlp(x_TD: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float) -> Tensor:
-    """Per-token coefficients (T, lanes): a two-layer GELU MLP, not squashed."""
-    return (F.linear(F.gelu(F.linear(x_TD, w1)), w2) + b2) * scale
-
-
-def lane_slices(lanes: Iterable[Lane]) -> dict[tuple[str, int], slice]:
-    """Columns of each lane, in order."""
-    slices, start = {}, 0
-    for lane in lanes:
-        slices[lane.name, lane.layer] = slice(start, start + lane.width)
-        start += lane.width
-    return slices
-
-
-def lane_bias(lanes: Iterable[Lane], width: int, scale: float) -> Tensor:
+def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     """Stored bias (width,) that makes each lane start at its init."""
     values = [lane.init / scale for lane in lanes for _ in range(lane.width)]
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
@@ -805,8 +768,11 @@ def attend(
     """Causal attention inside documents over `window` earlier tokens, by the implementation the run chose."""
     if view.attention == "torch":
         return flash_attention(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_len=view.max_len)
-    op = kernels.attention_reference if view.attention == "reference" else kernels.attention
-    return op(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+    if view.attention == "reference":
+        return kernels.attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+    # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
+    bound = 2**0.5 * q.shape[-1] * scale
+    return kernels.attention(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_logit=bound)
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -868,24 +834,36 @@ class View(NamedTuple):
     fp8: bool = False
 
 
-class Mix(NamedTuple):
-    """Coefficients of one layer: x = attn_resid x + attn_out attn + sum(gate stream); x = mlp_resid x + mlp_out mlp."""
+class Weights(NamedTuple):
+    """Banks and lambdas, split once a pass: one gradient for each bank, not a bank of zeros for every layer."""
 
-    attn_resid: Tensor
-    attn_out: Tensor
-    inject: tuple[tuple[Tensor, Tensor], ...]  # (gate, stream) pairs
-    mlp_resid: Tensor
-    mlp_out: Tensor
+    qk: tuple[Tensor, ...]  # (N, 2H, D) by bank slot: queries of all heads, then keys
+    vo: tuple[Tensor, ...]  # (D, D): V and O by turns
+    mlp: tuple[Tensor, ...]  # (F, D): up and down by turns
+    scalars: tuple[Tensor, ...]  # two by layer (before QKV, before O), smear, skip
+    resid: tuple[Tensor, ...]  # two by layer: of the residual at the attention and at the MLP
+    out: tuple[Tensor, ...]  # two by layer: of what attention and MLP put out
 
 
 class Streams(NamedTuple):
-    """What layers share: the embedding streams, earlier outputs by name, and gate lanes by (name, layer)."""
+    """What layers share: embedding streams, earlier outputs by name, gate lanes by (name, layer)."""
 
     x0: Tensor
     bigram: Tensor
-    value_embeds: Tensor  # (planes, T, D)
+    value_embeds: tuple[Tensor, ...]  # (T, D) each
+    one: Tensor  # 1.0
     caches: dict[str, Tensor]
+    norms: dict[str, Tensor | None]  # norm of each cache that attention reads
     gates: dict[tuple[str, int], Tensor]
+
+
+Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
+
+
+def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
+    coefs, streams = zip(*mixture)
+    return kernels.mix(coefs, streams, normed=normed)
 
 
 def _pad(rows: int, multiple: int) -> int:
@@ -982,15 +960,14 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(seed)
             signs = torch.randint(0, 2, (cfg.sign_rows, cfg.dim), generator=generator) * 2 - 1
             self.register_buffer("sign_table", signs.to(cfg.dtype))
-        self.gate_slices = lane_slices(cfg.gate_lanes(post=False)), lane_slices(cfg.gate_lanes(post=True))
-        self.mudd_slices = {name: s for (name, _), s in lane_slices(cfg.mudd_lanes).items()}
+        read = {spec.reads for spec in cfg.plan}
+        followed = [spec.window != "none" and not spec.reads for spec in cfg.plan[1:]] + [False]
+        self.norm_is_read = [spec.save_as in read - {""} or next_ for spec, next_ in zip(cfg.plan, followed)]
         self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
 
     def rotate_to(self, freqs: Tensor, positions: int) -> None:
-        """Lay down rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
-        cos, sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        """Use rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
+        self.cos, self.sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
 
     @torch.no_grad()
     def refresh_fp8(self) -> None:
@@ -1004,124 +981,126 @@ class GPT(nn.Module):
 
     def forward(self, batch: Batch, view: View, mtp_weights: Tensor | None = None) -> Tensor:
         """Weighted multi-token loss while training (mtp_weights given), plain next-token cross-entropy otherwise."""
-        x, streams = self.embed_inputs(batch)
+        w = self.weights()
+        x, n, s = self.embed_inputs(batch, w)
         for i, spec in enumerate(self.cfg.plan):
             if spec.gate_from_here:
-                streams.gates.update(self.gate(x, post=True))
-            x = self.layer(i, x, streams, batch.cu_seqlens, view)
+                s.gates.update(self.gate(x, post=True))
+            x, n = self.layer(i, x, n, w, s, batch.cu_seqlens, view)
             if spec.save_as:
-                streams.caches[spec.save_as] = x
-        x = norm(self.recombine(x, streams))
+                s.caches[spec.save_as], s.norms[spec.save_as] = x, n
+        x = self.recombine(x, s)
         if mtp_weights is None:
             return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
         return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
 
-    def embed_inputs(self, batch: Batch) -> tuple[Tensor, Streams]:
-        """Input of layer 0 and the streams all layers share."""
-        tokens = batch.inputs
-        bigram = self.bigram_embed[batch.bigram_rows]
+    def weights(self) -> Weights:
+        lambdas = (table.to(self.embed.dtype).flatten().unbind() for table in (self.resid_lambdas, self.post_lambdas))
+        mlp = self.mlp_bank.flatten(0, 1).unbind()
+        return Weights(self.qk_bank.split(self.cfg.heads), self.vo_bank.unbind(), mlp, self.scalars.unbind(), *lambdas)
+
+    def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Streams]:
+        """Input of layer 0, its norm, and the streams all layers share."""
+        tokens, planes = batch.inputs, self.cfg.value_planes
+        bigram = F.embedding(batch.bigram_rows, self.bigram_embed)
         if self.cfg.sign_rows:
             bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
-        value_embeds = self.value_embeds.view(self.cfg.value_planes, self.cfg.vocab_padded, -1)[:, tokens]
-        x0 = norm(smear(self.embed[tokens], self.smear_gate, self.scalars[-2]))
-        gates = self.gate(x0, post=False)
-        x = x0 + gates["bigram", 0] * bigram
-        return x, Streams(x0, bigram, value_embeds, {"embed": x}, gates)
+        first_rows = torch.arange(planes, device=tokens.device, dtype=tokens.dtype)[:, None] * self.cfg.vocab_padded
+        value_embeds = F.embedding(first_rows + tokens, self.value_embeds).unbind()
+        x0 = norm(smear(F.embedding(tokens, self.embed), self.smear_gate, w.scalars[-2]))
+        gates, one = self.gate(x0, post=False), x0.new_ones(())
+        x, n = mix([(one, x0), (gates["bigram", 0], bigram)], normed=True)
+        return x, n, Streams(x0, bigram, value_embeds, one, {"embed": x}, {}, gates)
 
     def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
-        slices, w2, b2 = self.gate_slices[int(post)], self.mudd_gate_w2[int(post)], self.mudd_gate_b2[int(post)]
-        width = sum(s.stop - s.start for s in slices.values())
+        lanes, block = self.cfg.gate_lanes(post), int(post)
         scale = self._mudd_gate_scale.to(x.dtype) if self.cfg.learned_gate_scale else self.cfg.gate_scale
-        lanes = gate_mlp(x, self.mudd_gate_w1[int(post)], w2[:width], b2[:width], scale)
-        return {key: lanes[:, columns] for key, columns in slices.items()}
+        parts = gate_lanes(
+            x, lanes, self.mudd_gate_w1[block], self.mudd_gate_w2[block], self.mudd_gate_b2[block], scale
+        )
+        return {(lane.name, lane.layer): part for lane, part in zip(lanes, parts)}
 
-    def mudd(self, x: Tensor, block: int, lanes: int) -> Tensor:
-        """MUDD coefficients (T, lanes): multiway dynamic dense connections (Xiao et al. 2025)."""
-        return gate_mlp(x, self.mudd_w1[block], self.mudd_w2[block, :lanes], self.mudd_b2[block, :lanes], MUDD_SCALE)
+    def mudd(self, x: Tensor, block: int) -> dict[str, Tensor]:
+        """Coefficients by lane, (T, width), fp32: multiway dynamic dense connections (Xiao et al. 2025)."""
+        lanes = OUTPUT_LANES if block else self.cfg.mudd_lanes
+        parts = gate_lanes(x, lanes, self.mudd_w1[block], self.mudd_w2[block], self.mudd_b2[block], MUDD_SCALE)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return {lane.name: part.to(wide) for lane, part in zip(lanes, parts)}
 
-    def layer(self, i: int, x: Tensor, s: Streams, cu_seqlens: Tensor, view: View) -> Tensor:
-        """One layer: attention (or the skip connection) into the residual, then the MLP."""
-        spec, lanes = self.cfg.plan[i], None
-        if spec.mudd:
-            mu = self.mudd(x, 0, sum(lane.width for lane in self.cfg.mudd_lanes))
-            lanes = {name: mu[:, columns] for name, columns in self.mudd_slices.items()}
-        mix = self.mix(i, s, lanes)
+    def layer(
+        self, i: int, x: Tensor, n: Tensor | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention (or the skip connection) into the residual, then the MLP. Gives x and, if read, its norm."""
+        spec = self.cfg.plan[i]
+        mu = self.mudd(x, 0) if spec.mudd else None
         if spec.window == "none":
-            x = x + torch.sigmoid(self.scalars[-1]).to(x.dtype) * s.gates["skip", i] * s.caches[spec.skip_from]
+            skip = torch.sigmoid(w.scalars[-1]).to(x.dtype) * s.gates["skip", i]
+            into = [(s.one, x), (skip, s.caches[spec.skip_from])]
         else:
-            n = norm(s.caches[spec.reads] if spec.reads else x)
-            extra_v = self.extra_values(i, n, x, s, lanes)
-            if lanes:
-                coefficients = lanes["residual"].split(1, dim=-1)
-                for c, stream in zip(coefficients, (s.caches["embed"], s.caches["mid"], x)):
-                    x = x + c * stream
-            x = mix.attn_resid * x + mix.attn_out * self.attention(i, n, extra_v, s, cu_seqlens, view)
-            for gate, stream in mix.inject:
-                x = x + gate * stream
+            n = s.norms[spec.reads] if spec.reads else n
+            y = self.attention(i, n, self.extra_values(i, n, x, s, mu), w, s, cu_seqlens, view)
+            into = self.residual(i, x, y, w, s, mu)
+        x, n = mix(into, normed=True)
         quantized = self.quantized[i] if view.fp8 and self.quantized else None
-        up, down = self.mlp_bank[i]
-        return mix.mlp_resid * x + mix.mlp_out * kernels.mlp(norm(x), up, down, quantized)
+        y = kernels.mlp(n, w.mlp[2 * i], w.mlp[2 * i + 1], quantized)
+        resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[2 * i + 1], w.out[2 * i + 1])
+        return mix([(resid, x), (out, y)], normed=self.norm_is_read[i])
 
-    def mix(self, i: int, s: Streams, lanes: dict[str, Tensor] | None) -> Mix:
-        """Coefficients of layer i: the lambdas and its gate lanes, or the MUDD lanes where it has them."""
+    def residual(self, i: int, x: Tensor, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
+        """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
         gates = {name: s.gates[name, i] for name in INJECT if (name, i) in s.gates}
-        if lanes:
-            inject = (
-                (gates.get("x0", lanes["x0"]), s.caches["embed"]),
-                (gates.get("bigram", lanes["bigram"]), s.bigram),
-            )
-            return Mix(lanes["attn_resid"], lanes["attn_out"], inject, lanes["mlp_resid"], lanes["mlp_out"])
-        # layer 0's bigram gate already made the layer's input
-        inject = tuple((gates[name], getattr(s, name)) for name in gates if (name, i) != ("bigram", 0))
-        resid, out = (table[i].to(s.x0.dtype) for table in (self.resid_lambdas, self.post_lambdas))
-        return Mix(resid[0], out[0], inject, resid[1], out[1])
+        if mu is None:  # layer 0's bigram gate already made its input
+            inject = [(gates[name], getattr(s, name)) for name in gates if (name, i) != ("bigram", 0)]
+            return [(w.resid[2 * i], x), (w.out[2 * i], y), *inject]
+        # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
+        embed, mid, again = (mu["attn_resid"] * r for r in mu["residual"].split(1, dim=-1))
+        return [
+            (mu["attn_resid"] + again, x),
+            (mu["attn_out"], y),
+            (embed + gates.get("x0", mu["x0"]), s.caches["embed"]),
+            (mid, s.caches["mid"]),
+            (gates.get("bigram", mu["bigram"]), s.bigram),
+        ]
 
-    def extra_values(self, i: int, n: Tensor, x: Tensor, s: Streams, lanes: dict[str, Tensor] | None) -> Tensor | None:
-        """What layer i adds to V, (T, N, H): the gated value embedding and, with MUDD, three earlier streams."""
+    def extra_values(self, i: int, n: Tensor, x: Tensor, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
+        """What layer i adds to V, head by head: its value embedding and, with MUDD, three residual streams."""
         plane, N = self.cfg.plan[i].value_embed, self.cfg.heads
         if plane is None:
-            return None
-        ve = s.value_embeds[plane]
-        if lanes:
-            gate = lanes["value_embed"].repeat_interleave(N // 2, dim=-1)
+            return []
+        ve, half = s.value_embeds[plane], self.cfg.smear_dims // 2
+        if mu is None:
+            near = torch.cat((n[:, :half], ve[:, :half]), dim=-1)
+            extra = [(2 * torch.sigmoid(F.linear(near, self.ve_gate_bank[plane])), ve)]
         else:
-            half = self.cfg.smear_dims // 2
-            gate = 2 * torch.sigmoid(F.linear(torch.cat((n[:, :half], ve[:, :half]), dim=-1), self.ve_gate_bank[plane]))
-        extra = gate[..., None] * ve.view(len(ve), N, -1)
-        if lanes:
-            coefficients = lanes["value"].split(1, dim=-1)
-            streams = (s.caches["embed"], s.caches["mid"], x)
-            extra = extra + sum(c * stream for c, stream in zip(coefficients, streams)).view_as(extra)
-        return extra
+            coefs, streams = mu["value"].split(1, dim=-1), (s.caches["embed"], s.caches["mid"], x)
+            extra = [(mu["value_embed"].repeat_interleave(N // 2, dim=-1), ve)]
+            extra += [(c.expand(-1, N), stream) for c, stream in zip(coefs, streams)]
+        return [(gate.reshape(-1), stream.view(-1, self.cfg.head_dim)) for gate, stream in extra]
 
     def attention(
-        self, i: int, n: Tensor, extra_v: Tensor | None, s: Streams, cu_seqlens: Tensor, view: View
+        self, i: int, n: Tensor, extra: Mixture, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> Tensor:
         """Attention of layer i from its normed input n, output projection included."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
-        w_qk = self.qk_bank[N * slot : N * (slot + 1)].view(2 * D, D)
-        w_v, w_o = self.vo_bank[2 * slot], self.vo_bank[2 * slot + 1]
-        lam_in, lam_out = self.scalars[2 * i : 2 * i + 2].to(n.dtype)
-        q, k = F.linear(n, lam_in * w_qk).view(T, 2, N, -1).unbind(1)
-        q, k = (rotary(norm(t), self.cos, self.sin, spec.paired) for t in (q, k))
-        if spec.key_offset:
-            k = offset_keys(k)
-        v = F.linear(n, lam_in * w_v).view(T, N, -1)
-        if extra_v is not None:
-            v = v + extra_v
+        w_qk, w_v, w_o = w.qk[slot].view(2 * D, D), w.vo[2 * slot], w.vo[2 * slot + 1]
+        lam_in, lam_out = w.scalars[2 * i], w.scalars[2 * i + 1]
+        qk = F.linear(n, lam_in * w_qk).view(T, 2, N, -1)
+        q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
+        v = F.linear(n, lam_in * w_v)
+        if extra:
+            v, _ = mix([(s.one, v.view(T * N, -1)), *extra], normed=False)
+        v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
         y = attend(q, k, v, cu_seqlens, window=window, scale=view.scale, paired=spec.paired, view=view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
-            y = dc_triton_kernels.dc_correction(
-                q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=self.cfg.dc_window
-            )
-        if ("xsa", i) in s.gates:
-            y = exclude_self(y, v, s.gates["xsa", i])
-        if ("attn", i) in s.gates:
-            y = y * s.gates["attn", i][..., None]
+            window = self.cfg.dc_window
+            y = dc_triton_kernels.dc_correction(q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=window)
+        xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
+        if xsa is not None or gate is not None:
+            y = kernels.finish_heads(y, v, xsa, gate)
         return F.linear(y.reshape(T, D), lam_out * w_o)
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
@@ -1137,12 +1116,9 @@ class GPT(nn.Module):
         return F.rms_norm(w1, w1.shape[-1:], eps=1e-6), w2.contiguous()
 
     def recombine(self, x: Tensor, s: Streams) -> Tensor:
-        """Add earlier streams to the last layer's output, by MUDD coefficients."""
-        nu = self.mudd(x, 1, len(OUTPUT_LANES)).split(1, dim=-1)
-        sources = {**s.caches, "value_embed": s.value_embeds[0]}
-        for lane, coefficient in zip(OUTPUT_LANES, nu):
-            x = x + coefficient * sources[lane.name]
-        return x
+        """Norm of the last layer's output plus earlier streams, by MUDD coefficients."""
+        nu, sources = self.mudd(x, 1), {**s.caches, "value_embed": s.value_embeds[0]}
+        return mix([(s.one, x), *((nu[lane.name], sources[lane.name]) for lane in OUTPUT_LANES)], normed=True)[1]
 
 
 # === §5 Optimizer ===
@@ -1370,18 +1346,17 @@ class NorMuonAndAdam:
             state.pending = [dist.all_gather_into_tensor(full, state.shard, async_op=True)]
 
     def _finish(self, active: list[ParamState], do_adam: bool) -> None:
-        """Wait for the gathers, lm_head's first, and drop the gradients that were used."""
+        """Wait for the gathers, lm_head's first, and clear the gradients that were used, in place."""
         head = self.states.get("lm_head")
         tied = do_adam and not self.split and head in active
         for state in sorted(active, key=lambda state: state is not head):
             for work in state.pending:
                 work.wait()
             state.pending = []
-            state.param.grad = None
             if state is head and tied:
-                embed = self.states["embed"].param
-                kernels.transpose_copy(head.param.data, embed.data)
-                embed.grad = None
+                kernels.transpose_copy(head.param.data, self.states["embed"].param.data)
+        used = active + [self.states["embed"]] if tied else active
+        torch._foreach_zero_([state.param.grad for state in used if state.param.grad is not None])
 
     # -- tied embedding and state -----------------------------------------------------------------------------------
 
@@ -1419,7 +1394,8 @@ class NorMuonAndAdam:
         self.split = saved["split"]
         for label, state in self.states.items():
             state.steps = saved["steps"][label]
-            state.param.grad = None
+            if state.param.grad is not None:
+                state.param.grad.zero_()
             for name, tensor in saved["states"][label].items():
                 getattr(state, name).copy_(tensor)
 
@@ -1847,26 +1823,24 @@ def plan_rows(cfg: RunConfig) -> list[dict]:
     return [{"layer": i} | {name: getattr(spec, name) for name in names} for i, spec in enumerate(cfg.model.plan)]
 
 
+def lane_slices(lanes: Sequence[Lane]) -> dict[tuple[str, int], slice]:
+    """Columns of each lane in its gate's output."""
+    ends = list(itertools.accumulate(lane.width for lane in lanes))
+    return {(lane.name, lane.layer): slice(end - lane.width, end) for lane, end in zip(lanes, ends)}
+
+
 def gate_rows(cfg: RunConfig) -> list[dict]:
     m, rows = cfg.model, []
-    pre, post = (
-        ("pre gate", m.gate_lanes(post=False), m.gate_scale),
-        ("post gate", m.gate_lanes(post=True), m.gate_scale),
-    )
-    for block, lanes, scale in (
-        pre,
-        post,
-        ("mudd", m.mudd_lanes, MUDD_SCALE),
-        ("output mudd", OUTPUT_LANES, MUDD_SCALE),
-    ):
+    gates = [(f"{when} gate", m.gate_lanes(post=when == "post"), m.gate_scale) for when in ("pre", "post")]
+    for block, lanes, scale in (*gates, ("mudd", m.mudd_lanes, MUDD_SCALE), ("output mudd", OUTPUT_LANES, MUDD_SCALE)):
         for lane, columns in zip(lanes, lane_slices(lanes).values()):
-            place = {
+            row = {
                 "block": block,
                 "lanes": f"{columns.start}-{columns.stop - 1}",
                 "name": lane.name,
                 "layer": lane.layer,
             }
-            rows.append(place | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
+            rows.append(row | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
     return rows
 
 
@@ -1948,6 +1922,62 @@ class Clock:
         return self.seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
 
 
+class MicroStep:
+    """Forward and backward of one micro-batch, adding to the parameters' gradients. Returns the scaled loss, 0-d.
+
+    On a GPU each shape is captured once as a CUDA graph and replayed, so that Python costs nothing per kernel. What
+    changes between replays lies in static tensors: the batch and the multi-token weights are copied in; parameters,
+    gradients, FP8 copies and rotary tables stay where they are. Graphs share one pool, as only one runs at a time.
+    """
+
+    def __init__(self, model: GPT, scale: float, filled: bool):
+        self.model, self.scale, self.filled = (
+            model,
+            scale,
+            filled,
+        )  # ranks average, so scale makes 1/8 of all tokens' sum
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if model.embed.is_cuda else None
+
+    def __call__(self, batch: Batch, view: View, weights: Tensor) -> Tensor:
+        if self.pool is None:
+            return self._run(batch, view, weights)
+        key = (view, *(tensor.shape for tensor in (*batch, weights)))
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(batch, view, weights)
+        graph, static, loss = self.graphs[key]
+        for held, fresh in zip(static, (*batch, weights)):
+            held.copy_(fresh)
+        graph.replay()
+        return loss.clone()
+
+    def _run(self, batch: Batch, view: View, weights: Tensor) -> Tensor:
+        losses = self.model(batch, view, weights)
+        if self.filled:  # filling must not push down the probability of every token
+            losses = losses * (batch.targets >= 0)
+        loss = losses.sum() * self.scale
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self, batch: Batch, view: View, weights: Tensor) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        """Run once on the side, with gradients of its own, so that kernels compile; then record."""
+        static = [tensor.clone() for tensor in (*batch, weights)]
+        parameters, graph = list(self.model.parameters()), torch.cuda.CUDAGraph()
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(Batch(*static[:-1]), view, static[-1])
+        torch.cuda.current_stream().wait_stream(side)
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            loss = self._run(Batch(*static[:-1]), view, static[-1])
+        return graph, static, loss
+
+
 class Trainer:
     """Model, optimizer and stage state of one run on one rank."""
 
@@ -1961,12 +1991,11 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(
             self.model.named_parameters(), cfg.table, cfg.optim, rank=runtime.rank, world_size=runtime.world_size
         )
-        self.run_model = torch.compile(self.model, dynamic=False) if runtime.device.type == "cuda" else self.model
-        weights = torch.zeros(cfg.total_steps + 1, max(len(stage.mtp) for stage in cfg.schedule.stages))
-        for step in range(cfg.total_steps + 1):
-            row = mtp_weights(cfg, step)
-            weights[step, : len(row)] = torch.tensor(row)
-        self.mtp_weights = weights.to(runtime.device)
+        parameters = list(self.model.parameters())
+        for parameter in parameters:  # persistent: products, graphs and reductions always meet the same buffers
+            parameter.grad = torch.zeros_like(parameter)
+        self.micro_step = MicroStep(self.model, runtime.world_size / PIECES, cfg.micro_splits > 1)
+        self.rotary: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: graphs hold on to their tables
         self.stage = None
         self.enter(0)
 
@@ -1975,25 +2004,20 @@ class Trainer:
         if self.stage == stage_index(self.cfg, step):
             return
         self.stage = stage_index(self.cfg, step)
-        freqs, _ = yarn(long_windows(self.cfg, step), self.cfg.model.head_dim)
-        longest = max(self.plan.cu_lengths)
-        self.model.rotate_to(freqs, 2 * longest)
+        if self.stage not in self.rotary:
+            freqs, _ = yarn(long_windows(self.cfg, step), self.cfg.model.head_dim)
+            self.model.rotate_to(freqs, 2 * max(self.plan.cu_lengths))
+            self.rotary[self.stage] = self.model.cos, self.model.sin
+        self.model.cos, self.model.sin = self.rotary[self.stage]
         if self.fp8_mlp:
             self.model.refresh_fp8()
 
     def train_step(self, step: int, batches: list[Batch]) -> Tensor:
-        """One optimizer step. Returns the loss summed over this rank's tokens, on the device."""
+        """One optimizer step. Returns the scaled loss summed over this rank's tokens, on the device."""
         self.enter(step)
         view = view_at(self.cfg, step, attention=self.attention, fp8=self.fp8)
-        weights = self.mtp_weights[step, : len(stage_at(self.cfg, step).mtp)].clone()
-        total = 0
-        for batch in batches:
-            losses = self.run_model(batch, view, weights)
-            if self.cfg.micro_splits > 1:
-                losses = losses * (batch.targets >= 0)  # filling must not push down the probability of every token
-            loss = losses.sum() * (self.runtime.world_size / PIECES)  # ranks average: 1/8 of the global batch's sum
-            loss.backward()
-            total = total + loss.detach()
+        weights = torch.tensor(mtp_weights(self.cfg, step)).to(self.runtime.device, non_blocking=True)
+        loss = sum(self.micro_step(batch, view, weights) for batch in batches)
         self.optimizer.step(
             do_adam=adam_steps(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
         )
@@ -2001,7 +2025,7 @@ class Trainer:
             self.optimizer.split_embed()
         if self.fp8_mlp:
             self.model.refresh_fp8()
-        return total
+        return loss
 
     @torch.no_grad()
     def validate(self, step: int, limit: int | None = None) -> float:
@@ -2011,10 +2035,9 @@ class Trainer:
         if step == self.cfg.total_steps:
             view = view._replace(long=self.cfg.schedule.final_long * self.cfg.schedule.window_block)
         batches = itertools.islice(val_batches(self.cfg, self.plan, self.runtime), limit)
-        losses = [self.run_model(batch, view).mean() for batch in batches]
-        total = torch.zeros(
-            2, dtype=torch.float64, device=self.runtime.device
-        )  # sum and count: some ranks may have none
+        losses = [self.model(batch, view).mean() for batch in batches]
+        # sum and count: with more than eight ranks some have no sequence
+        total = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for loss in losses:
             total[0] += loss
             total[1] += 1

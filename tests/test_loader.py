@@ -517,7 +517,7 @@ def test_sixteen_ranks_agree_on_the_validation_loss(tmp_path, monkeypatch, rank)
     write_shards(tmp_path, [RICH], [numbered([9] * 20)])
     cfg = configure(tmp_path, val_tokens=2 * 8 * CHUNK)
     trainer = Trainer(cfg, plan := data_plan(cfg, 8), Runtime(), "reference", False)
-    trainer.run_model = lambda batch, view: batch.targets.double()
+    trainer.model.forward = lambda batch, view: batch.targets.double()
     expected = trainer.validate(0)
     runtimes = [Runtime(rank=r, world_size=16) for r in range(16)]
     served = [[batch.targets.double().mean() for batch in val_batches(cfg, plan, runtime)] for runtime in runtimes]

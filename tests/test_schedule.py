@@ -264,7 +264,7 @@ def trainer(monkeypatch):
     nothing = Batch(*[torch.zeros(0, dtype=torch.int32)] * 4)
     monkeypatch.setattr(train_gpt, "val_batches", lambda *_: iter([nothing]))
     trainer = Trainer(cfg, DataPlan([], [], {16: 64}), Runtime(), "reference", False)
-    trainer.run_model = Recorder()
+    trainer.model.forward = Recorder()
     return trainer
 
 
@@ -278,7 +278,7 @@ def test_the_trainer_follows_the_schedule(trainer, monkeypatch):
     assert [told["lr_mul"] for told in updates] == [lr_multiplier(V3, step) for step in range(1290)]
     assert [told["momentum"] for told in updates] == [muon_momentum(V3, step) for step in range(1290)]
     assert splits == [851]
-    for step, (view, weights) in enumerate(trainer.run_model.calls):
+    for step, (view, weights) in enumerate(trainer.model.forward.calls):
         assert view == view_at(V3, step)._replace(scale=view.scale)
         assert view.scale == pytest.approx(STAGES[stage_index(V3, step)][-1], abs=5e-10)
         assert weights.dtype == torch.float32
@@ -298,7 +298,7 @@ def test_the_final_validation_looks_further(trainer):
     """The last long window is 20 blocks; the softmax scale stays that of 13."""
     for step, windows in ((1000, (640, 1408)), (1289, (768, 1664)), (1290, (768, 2560))):
         trainer.validate(step)
-        view, weights = trainer.run_model.calls[-1]
+        view, weights = trainer.model.forward.calls[-1]
         assert (view.short, view.long) == windows
         assert view.scale == pytest.approx(0.131777988 if step > 1274 else 0.127517524, abs=5e-10)
         assert weights is None and not view.fp8 and view.max_len == 262144
