@@ -747,27 +747,14 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, max_len: int
-) -> Tensor:
-    """Torch's own variable-length FlashAttention-2 behind the signature of kernels.attention."""
-    T, N, H = q.shape
-    if paired:
-        q, k, v = (x.reshape(2 * T, N // 2, H) for x in (q, k, v))
-        cu_seqlens, max_len = 2 * cu_seqlens, 2 * max_len
-    y = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
-        scale=scale, window_size_left=window, window_size_right=0,
-    )[0]  # fmt: skip
-    return y.view(T, N, H)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, view: "View"
 ) -> Tensor:
     """Causal attention inside documents over `window` earlier tokens, by the implementation the run chose."""
     if view.attention == "torch":
-        return flash_attention(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_len=view.max_len)
+        return kernels.flash_attention(
+            q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_len=view.max_len
+        )
     if view.attention == "reference":
         return kernels.attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
@@ -786,28 +773,12 @@ def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: to
     if wanted != "auto":
         return wanted, "as asked"
     try:
-        error = _probe_attention(device, head_dim, dtype)
+        error = kernels.probe_attention(device, head_dim, dtype)
     except Exception as problem:  # any failure of an untried compiler or driver means: use the other implementation
         return "torch", f"our kernel does not run here ({type(problem).__name__}: {str(problem).splitlines()[0]})"
     if error > 0.05:
         return "torch", f"our kernel differs from the reference by {error:.3f} here"
     return "triton", f"agrees with the reference to {error:.4f}"
-
-
-def _probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
-    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value."""
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
-    cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
-    worst = 0.0
-    for paired in (False, True):
-        results = []
-        for op in (kernels.attention, kernels.attention_reference):
-            y = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired)
-            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), qkv)])
-        for ours, exact in zip(*results):
-            worst = max(worst, ((ours - exact).float().abs().max() / exact.float().abs().max()).item())
-    return worst if math.isfinite(worst) else math.inf
 
 
 # === §4 Model ===

@@ -354,6 +354,44 @@ def _attention_aot_rows():
 AOT_ATTENTION = list(_attention_aot_rows())
 
 
+# ---- attention_extra ----
+
+
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *, window: int, scale: float, paired: bool, max_len: int,
+) -> torch.Tensor:
+    """Torch's own variable-length FlashAttention-2 behind the signature of `attention`."""
+    T, N, H = q.shape
+    if paired:
+        q, k, v = (x.reshape(2 * T, N // 2, H) for x in (q, k, v))
+        cu_seqlens, max_len = 2 * cu_seqlens, 2 * max_len
+    y = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
+        scale=scale, window_size_left=window, window_size_right=0,
+    )[0]  # fmt: skip
+    return y.view(T, N, H)
+
+
+def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
+    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
+    worst = 0.0
+    for paired in (False, True):
+        results = []
+        for op in (attention, attention_reference):
+            y = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired)
+            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), qkv)])
+        for ours, exact in zip(*results):
+            worst = max(worst, ((ours - exact).float().abs().max() / exact.float().abs().max()).item())
+    return worst if math.isfinite(worst) else math.inf
+
+
+
+
 # ---- pointwise ----
 """Memory-bound work between the matrix products, fused: residual mixing with its norm, the norm and rotation of queries
 and keys, and what happens to attention's output. Reference, Triton forward and backward, public op for each."""
