@@ -2189,7 +2189,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, Stopped) as problem:
         told, code = str(problem), getattr(problem, "code", 2)
     except KeyboardInterrupt:
-        told, code = "interrupted before training started: nothing was saved.", 130
+        told, code = "interrupted outside the training loop: nothing new was saved.", 130
     if (os.environ.get("RANK") or "0") == "0":
         print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
     return code

@@ -190,6 +190,21 @@ def test_the_clock_goes_on_and_stands_still_while_saving(call, workplace, monkey
         assert re.search(r"^step:7/7 val_loss:\S+ train_time:7000ms step_avg:1000\.00ms$", text, re.M)
 
 
+def test_warm_up_leaves_no_trace(workplace):
+    """Every stage and the split run on the weights, and all is as new afterwards, in the same places."""
+    cfg, log = tiny(val_tokens=1024), SimpleNamespace(say=lambda text: None)
+    plan = train_gpt.data_plan(cfg, 8)
+    fresh, warm = (Trainer(cfg, plan, Runtime(), "reference", fp8=False) for _ in range(2))
+    places = [p.data_ptr() for p in warm.model.parameters()]
+    warm.warm_up(log)
+    assert all(
+        torch.equal(p, q) and not p.grad.any() for p, q in zip(warm.model.parameters(), fresh.model.parameters())
+    )
+    assert not any(own.any() for _, _, own in warm.optimizer.tensors()) and not warm.optimizer.split
+    assert all(state.steps == 0 for state in warm.optimizer.states.values()) and warm.stage == 0
+    assert places == [p.data_ptr() for p in warm.model.parameters()]
+
+
 def test_latest_is_the_newest_state(workplace):
     with pytest.raises(ValueError, match=r"^logs holds no checkpoint \(state_step\*.pt\): write some with checkpoint_"):
         checkpoints.find("latest")
@@ -459,7 +474,7 @@ def test_a_signal_before_training(call, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train_gpt, "data_plan", interrupt)
-    assert call(tiny()) == (130, ["error: interrupted before training started: nothing was saved."])
+    assert call(tiny()) == (130, ["error: interrupted outside the training loop: nothing new was saved."])
 
 
 def test_torchrun_passes_its_signal_on(whole, call, workplace):
@@ -669,6 +684,17 @@ def test_bytes_are_decoded_as_they_come(demo, monkeypatch, capsys):
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter("☃".encode() + b"\xff!"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert text_of(demo.state, capsys=capsys) == "☃\N{REPLACEMENT CHARACTER}!\n"
+
+
+def test_bytes_of_gpt2_like_tokens():
+    """A token may be part of a character."""
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)} | {"☃".encode()[:2]: 256}
+    encoding = tiktoken.Encoding("toy", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
+    tokens = encoding.encode_ordinary("a☃")
+    assert tokens == [97, 256, 0x83]
+    assert b"".join(generate.token_bytes(encoding, token) for token in tokens) == "a☃".encode()
 
 
 def test_sampling():
