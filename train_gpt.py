@@ -697,12 +697,13 @@ def _packages() -> dict[str, str]:
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-RMS_EPS = torch.finfo(torch.float32).eps  # also for bf16, whose own epsilon would swamp embeddings of size 0.005
+Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dim without gain, fp32 inside for low-precision input."""
-    return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
+def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
+    coefs, streams = zip(*mixture)
+    return kernels.mix(coefs, streams, normed=normed)
 
 
 def yarn(long_windows: Iterable[int], head_dim: int) -> tuple[Tensor, float]:
@@ -726,10 +727,10 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
-    """Add a gated share of the previous token's embedding to each token but the first."""
+def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor, one: Tensor) -> Mixture:
+    """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
     gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(e_TD[1:, : gate_w.shape[-1]], gate_w))
-    return torch.cat((e_TD[:1], e_TD[1:] + gate * e_TD[:-1]))
+    return [(one, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
 
 
 def gate_lanes(
@@ -826,15 +827,6 @@ class Streams(NamedTuple):
     caches: dict[str, Tensor]
     norms: dict[str, Tensor | None]  # norm of each cache that attention reads
     gates: dict[tuple[str, int], Tensor]
-
-
-Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
-
-
-def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
-    coefs, streams = zip(*mixture)
-    return kernels.mix(coefs, streams, normed=normed)
 
 
 def _pad(rows: int, multiple: int) -> int:
@@ -977,8 +969,9 @@ class GPT(nn.Module):
         if self.cfg.sign_rows:
             bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        x0 = norm(smear(embedding, self.smear_gate, w.scalars[-2]))
-        gates, one = self.gate(x0, post=False), x0.new_ones(())
+        one = embedding.new_ones(())
+        _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2], one), normed=True)
+        gates = self.gate(x0, post=False)
         x, n = mix([(one, x0), (gates["bigram", 0], bigram)], normed=True)
         return x, n, Streams(x0, bigram, tuple(value_embeds), one, {"embed": x}, {}, gates)
 
