@@ -14,8 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-import train_gpt  # noqa: E402
 from step import synthetic_tokens  # noqa: E402
+
+import train_gpt  # noqa: E402
 
 TOKENS = 20_000_000  # in each of two synthetic shards
 
