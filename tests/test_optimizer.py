@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from helpers import golden
@@ -259,18 +258,6 @@ def test_parameters_must_be_contiguous():
 def test_bank_must_divide():
     with pytest.raises(ValueError, match="_bank has .* do not divide among 7 ranks: pad it to"):
         NorMuonAndAdam(golden_params(), world_size=7)
-
-
-def test_bit_exact_split_weights():
-    z = golden("optimizer")
-    bf16 = [torch.from_numpy(z[f"bits_{name}"].view(np.int16)).view(torch.bfloat16) for name in ("param_before", "update")]
-    p, x = (t.reshape(1, *t.shape) if t.dim() == 2 else t.reshape(1, 1, -1) for t in bf16)
-    low = torch.from_numpy(z["bits_low_before"].copy()).reshape(p.shape)
-    p = p.clone()
-    lr, wd = (torch.tensor([float(z[f"bits_{name}"])], dtype=torch.float32) for name in ("lr_eff", "wd_eff"))
-    train_gpt.kernels.cautious_update_(p, low, x, lr, wd)
-    assert np.array_equal(p.view(torch.int16).numpy().ravel(), z["bits_param_after"].view(np.int16).ravel())
-    assert np.array_equal(low.numpy().ravel(), z["bits_low_after"].ravel())
 
 
 def test_plain_optimizer_agrees_on_random_gradients():
