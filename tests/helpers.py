@@ -36,7 +36,9 @@ def small_run(**changes) -> RunConfig:
         momentum_cooldown=2,
         val_chunk=128,
     )
-    model = dataclasses.replace(base.model, head_dim=8, bigram_rows=96, sign_rows=16, vocab_size=50, dtype=torch.float64)
+    model = dataclasses.replace(
+        base.model, head_dim=8, bigram_rows=96, sign_rows=16, vocab_size=50, dtype=torch.float64
+    )
     values = dict(
         scheduled_steps=9, extension_steps=2, val_every=4, val_tokens=2048, vocab_size=50, bos_id=49, epochs=1
     )
