@@ -1029,8 +1029,8 @@ def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Ten
     """
     sorted_rows, positions, first = order
     T, D = d_TD.shape
-    require((len(sorted_rows), grad_VD.shape[1]) == (T, D), f"d must be ({len(sorted_rows)}, {grad_VD.shape[1]}), a row "
-            f"for each looked-up one, not {tuple(d_TD.shape)}: reshape it")
+    require((len(sorted_rows), grad_VD.shape[1]) == (T, D),
+            f"d must be ({len(sorted_rows)}, {grad_VD.shape[1]}), not {tuple(d_TD.shape)}: give each row its gradient")
     require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: make it so")
     if not use_kernel(grad_VD, d_TD) or grad_VD.dtype == torch.float64:
         return lookup_add_reference(grad_VD, sorted_rows, d_TD[positions.long()])
@@ -1075,7 +1075,7 @@ def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Ten
     tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
 
     The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
-    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32 in the order of positions. Raises ValueError.
+    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32, by position. Raises ValueError.
     """
     require(len(tables) == len(planes) and all(len(t) % n == 0 for t, n in zip(tables, planes)),
             f"tables must hold whole planes, not {[len(t) for t in tables]} rows in {list(planes)}: pad them")

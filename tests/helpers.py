@@ -46,7 +46,7 @@ def small_run(**changes) -> RunConfig:
 
 
 def write_random_shards(root: Path, cfg: RunConfig, *, seed: int, train_tokens: int = 40_000) -> None:
-    """Two training shards and a validation shard of documents of random lengths, where cfg looks for them under root."""
+    """Two training shards and a validation shard of random documents, where cfg looks for them under root."""
     rng = np.random.default_rng(seed)
 
     def documents(count: int) -> np.ndarray:

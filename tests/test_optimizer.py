@@ -272,7 +272,7 @@ def test_bank_must_divide():
 
 
 def test_plain_optimizer_agrees_on_random_gradients():
-    """The same six steps with fresh gradients and another split step, against the optimizer written from the formulas."""
+    """Six steps with fresh gradients and another split step, against the optimizer written from the formulas."""
     params = golden_params()
     optimizer = NorMuonAndAdam(params)
     plain = PlainOptimizer({name: p.detach().clone() for name, p in params.items()}, split_step=3)
