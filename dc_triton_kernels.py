@@ -35,16 +35,14 @@ draw 3.9 (forward) to 5.3 TB/s (key_grad) of tiles out of L2, three times each r
 Shape letters: T tokens, N heads, H head dim, M queries of a block, K keys that a block of queries can see, B blocks.
 """
 import math
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triton_kernels import jit, require, tl, triton, use_kernel
+from triton_kernels import TensorDescriptor, aligned, card_of, jit, require, round_up, tl, use_kernel
 
 # --- reference ---
-
 
 def dc_correction_reference(q, k, v, w1, w2, base, cu_seqlens, *, scale, window=112):
     """The definition in eager torch, banded: blocks of `window` queries against the 2 window - 1 keys they can see.
@@ -80,17 +78,21 @@ def dc_correction_reference(q, k, v, w1, w2, base, cu_seqlens, *, scale, window=
 
 
 # --- kernels ---
+
 # Arguments named *_rows are matrices read by tiles, (T, N * H) unless they are bands; a tile may begin before token 0
 # and end after T, where it holds zeros. Bands, lse and first have whole blocks of rows; those past T are written too.
 
-# Queries of a program; (warps, pipeline stages) of each kernel. "hopper" swept on an H200, 2026-11-30, Triton 3.6.0:
-# two programs of four warps on a multiprocessor beat one of eight with three stages (forward 182 against 240 us), as
-# where one product feeds another Triton gives both halves of eight warps the same 64 rows; mixed_grad has no such pair.
-# "other" (plain pointers, tiles for small shared memory) is compiled ahead of time, never run.
+# By card and kernel. "large" swept on an H200, 2026-11-30, Triton 3.6.0: two programs of four warps on a multiprocessor
+# beat one of eight with three stages (forward 182 against 240 us), as where one product feeds another Triton gives both
+# halves of eight warps the same 64 rows; mixed_grad has no such pair. "small" (plain pointers, tiles for small shared
+# memory) is compiled ahead of time, never run.
+DC_BLOCK = {"large": 64, "small": 32}  # queries of a program, keys of key_grad's
 DC_TILES = {
-    "hopper": dict(block=64, forward=(4, 1), mixed_grad=(8, 3), query_grad=(4, 1), key_grad=(4, 2)),
-    "other": dict(block=32, forward=(4, 2), mixed_grad=(4, 2), query_grad=(4, 2), key_grad=(4, 2)),
-}
+    ("large", "forward"): dict(num_warps=4, num_stages=1),
+    ("large", "mixed_grad"): dict(num_warps=8, num_stages=3),
+    ("large", "query_grad"): dict(num_warps=4, num_stages=1),
+    ("large", "key_grad"): dict(num_warps=4, num_stages=2),
+} | {("small", name): dict(num_warps=4, num_stages=2) for name in ("forward", "mixed_grad", "query_grad", "key_grad")}
 
 
 @jit
@@ -270,32 +272,23 @@ def _dc_key_grad_kernel(q_rows, g_rows, a_rows, ds_rows, w2_ptr, dk_ptr, dv_ptr,
 LOG2E = math.log2(math.e)
 
 
-def _dc_card(q):
-    """Which row of DC_TILES. Tensors on the CPU (the interpreter) take the first."""
-    return "hopper" if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] in (9, 10) else "other"
-
-
 def _dc_rows(x_TNH, card):
-    """(T, N, H) as the matrix (T, N * H): a view where strides and alignment allow it, else a copy. The copy engine
-    wants multiples of 16 bytes, plain pointers a contiguous matrix."""
-    x = x_TNH.flatten(1)
-    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned and (card == "hopper" or x.is_contiguous()) else x.clone(memory_format=torch.contiguous_format)
+    """(T, N, H) as the matrix (T, N * H): a view where the copy engine can read it, or plain pointers (which want a
+    contiguous one), else a copy."""
+    x = aligned(x_TNH.flatten(1))
+    return x if card == "large" else x.contiguous()
 
 
 def _dc_weights(w_TN):
     return w_TN if w_TN.stride(1) == 1 else w_TN.contiguous()
 
 
-def _dc_launch(name, kernel, grid, card, matrices, arguments, N, H, LEFT):
+def _launch_dc(name, kernel, grid, card, matrices, arguments, N, H, LEFT):
     """`matrices`: what the kernel reads by tiles of (rows, columns), in its order."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    engine, (warps, stages) = card == "hopper", DC_TILES[card][name]
-    if engine:
-        matrices = [(TensorDescriptor(x, x.shape, x.stride(), tile), tile) for x, tile in matrices]
-    kernel[grid](*(x for x, _ in matrices), *arguments, N=N, H=H, LEFT=LEFT, BLOCK=DC_TILES[card]["block"],
-                 ENGINE=engine, num_warps=warps, num_stages=stages)
+    if card == "large":
+        matrices = [(TensorDescriptor.from_tensor(x, tile), tile) for x, tile in matrices]
+    kernel[grid](*(x for x, _ in matrices), *arguments, N=N, H=H, LEFT=LEFT, BLOCK=DC_BLOCK[card],
+                 ENGINE=card == "large", **DC_TILES[card, name])
 
 
 @torch.library.custom_op("speedrun::dc_forward", mutates_args=())
@@ -306,12 +299,12 @@ def dc_forward(
     """y (T, N, H), and what the backward pass wants, T rounded up to whole blocks: the band of A (T, LEFT + block), lse
     in units of log 2 (N, T), the first visible key (T,)."""
     y, a, lse, first = results = _dc_empty_results(q, k, v, w1, w2, base, cu_seqlens, scale, window)
-    (T, N, H), card = q.shape, _dc_card(q)
-    block = DC_TILES[card]["block"]
+    (T, N, H), (card, _) = q.shape, card_of(q.device)
+    block = DC_BLOCK[card]
     one, left = [block, H], [a.shape[1] - block, H]
     q, k, v, base = (_dc_rows(x, card) for x in (q, k, v, base))
     w1, w2 = _dc_weights(w1), _dc_weights(w2)
-    _dc_launch("forward", _dc_forward_kernel, (len(first) // block,), card,
+    _launch_dc("forward", _dc_forward_kernel, (len(first) // block,), card,
                [(q, one), (k, one), (k, left), (v, one), (v, left), (base, one)],
                [w1, w2, cu_seqlens.contiguous(), y, a, lse, first, T, len(cu_seqlens), w1.stride(0), w2.stride(0),
                 scale * LOG2E, window], N, H, left[0])
@@ -320,8 +313,8 @@ def dc_forward(
 
 @dc_forward.register_fake
 def _dc_empty_results(q, k, v, w1, w2, base, cu_seqlens, scale, window):
-    (T, N, _), block = q.shape, DC_TILES[_dc_card(q)]["block"]
-    padded_T = -(-T // block) * block
+    (T, N, _), block = q.shape, DC_BLOCK[card_of(q.device)[0]]
+    padded_T = round_up(T, block)
     band = q.new_empty(padded_T, (64 if window <= 65 else 128) + block)  # LEFT, a power of two, holds window - 1 keys
     lse = q.new_empty(N, padded_T, dtype=torch.float32)
     return q.new_empty(q.shape), band, lse, q.new_empty(padded_T, dtype=torch.int32)
@@ -334,18 +327,18 @@ def dc_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv (T, N, H) and dw1, dw2 (T, N), contiguous."""
     dq, dk, dv, dw1, dw2 = grads = _dc_empty_gradients(g, q, k, v, w1, w2, a, lse, first, scale)
-    (T, N, H), card = q.shape, _dc_card(q)
-    block = DC_TILES[card]["block"]
+    (T, N, H), (card, _) = q.shape, card_of(q.device)
+    block = DC_BLOCK[card]
     blocks, LEFT = len(first) // block, a.shape[1] - block
     one, left, cell = [block, H], [LEFT, H], [block, block]
     q, k, v, g = (_dc_rows(x, card) for x in (q, k, v, g))
     w1, w2 = _dc_weights(w1), _dc_weights(w2)
     da, ds = torch.empty_like(a), a.new_empty(N * len(a), a.shape[1])
-    _dc_launch("mixed_grad", _dc_mixed_grad_kernel, (blocks,), card, [(g, one), (v, one), (v, left)],
+    _launch_dc("mixed_grad", _dc_mixed_grad_kernel, (blocks,), card, [(g, one), (v, one), (v, left)],
                [w2, a, da, dw2, T, w2.stride(0)], N, H, LEFT)
-    _dc_launch("query_grad", _dc_query_grad_kernel, (N, blocks), card, [(q, one), (k, one), (k, left)],
+    _launch_dc("query_grad", _dc_query_grad_kernel, (N, blocks), card, [(q, one), (k, one), (k, left)],
                [w1, da, lse, first, dq, dw1, ds, T, w1.stride(0), scale, scale * LOG2E], N, H, LEFT)
-    _dc_launch("key_grad", _dc_key_grad_kernel, (N, blocks), card, [(q, one), (g, one), (a, cell), (ds, cell)],
+    _launch_dc("key_grad", _dc_key_grad_kernel, (N, blocks), card, [(q, one), (g, one), (a, cell), (ds, cell)],
                [w2, dk, dv, T, w2.stride(0), scale], N, H, LEFT)
     return grads
 
@@ -405,29 +398,3 @@ def dc_correction(q, k, v, w1, w2, base, cu_seqlens, *, scale: float, window: in
     require(16 <= H <= 128 and H & (H - 1) == 0,
             f"the kernels take heads of 16, 32, 64 or 128, not {H}: use dc_correction_reference (REFERENCE_OPS=1)")
     return _DCCorrection.apply(q, k, v, w1, w2, base, cu_seqlens, scale, window)
-
-
-def _dc_aot_rows():
-    """What a process compiles ahead of time: every kernel as the trainer launches it, and narrower."""
-    kernels = {"forward": _dc_forward_kernel, "mixed_grad": _dc_mixed_grad_kernel,
-               "query_grad": _dc_query_grad_kernel, "key_grad": _dc_key_grad_kernel}
-    plain = {"cu_ptr": "*i32", "first_ptr": "*i32", "lse_ptr": "*fp32", "T": "i32:16", "window": "i32:16",
-             "scale": "fp32", "scale_log2e": "fp32"}
-    for (card, archs), (H, LEFT) in product({"hopper": (90,), "other": (80, 120)}.items(),
-                                            [(128, 128), (64, 128), (128, 64)]):
-        block = DC_TILES[card]["block"]
-        tiles = {"k_left_rows": (LEFT, H), "v_left_rows": (LEFT, H),
-                 "a_rows": (block, block), "ds_rows": (block, block)}
-
-        def type_of(argument):
-            if argument.endswith("_rows") and card == "hopper":
-                return "tensordesc<bf16[{}, {}]>".format(*tiles.get(argument, (block, H)))
-            return plain.get(argument, "*bf16" if argument.endswith(("_rows", "_ptr")) else "i32")
-
-        for name, kernel in kernels.items():
-            constants = dict(N=6, H=H, LEFT=LEFT, BLOCK=block, ENGINE=card == "hopper")
-            signature = {argument: type_of(argument) for argument in kernel.arg_names if argument not in constants}
-            yield f"dc {name}, {card}, H {H}, {LEFT} left", kernel, signature, constants, *DC_TILES[card][name], archs
-
-
-AOT_DC = list(_dc_aot_rows()) if triton else []

@@ -1,28 +1,57 @@
-"""Head of triton_kernels.py as it will be; part files do `from common import *`-style explicit imports from here."""
-import os
-from functools import lru_cache
-from torch import Tensor
-from typing import NamedTuple
-from typing import NamedTuple, Optional
-import itertools
+"""triton_kernels.py: the trainer's GPU kernels. Every operation is a triple:
+
+    op_reference  eager torch, on any device, in its inputs' dtype up to fp64; fp32 or better inside for 16-bit inputs
+    _op_kernel    Triton
+    op            checks its inputs (ValueError with rule, value and remedy) and hands CUDA tensors to the kernel, all
+                  others to the reference; REFERENCE_OPS=1 asks for the references everywhere
+
+Sums are fp32 and rounded once; nothing is atomic, so the same inputs give the same bits. Launches that the model
+reaches are custom operations (speedrun::...), into which torch.compile does not look. Numbers that change from step to
+step are run-time arguments or device tensors: nothing recompiles, captured graphs stay valid. Launch settings stand in
+tables named *_TILES, keyed by what decides them, with their source. dc_triton_kernels.py holds the DC correction.
+
+Jump with: grep -n '^# === ' triton_kernels.py
+  Common                               Triton where there is one, dispatch, checks, cards, alignment
+  Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
+  Pointwise                            residual mixing with its norm, norm and rotary, XSA and attention gate
+  Lookup                               rows of tables, gradients added in place
+  Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
+  Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
+  Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
+  Head                                 softcapped multi-token cross-entropy in FP8 or not, evaluation loss
+  Transposes                           transpose_copy, transpose_add
+
+Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V vocabulary, S document boundaries, K
+multi-token weights or mixed streams, B matrices in a bank, R rows, C columns.
+"""
+
 import math
+import os
+from functools import lru_cache, partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
 except ImportError:  # macOS and bare CPU installs: the references still work
-    triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda fn: fn
+    triton, tl, TensorDescriptor, jit = None, SimpleNamespace(constexpr=int), None, lambda fn: fn
+
+# === Common ===
 
 REFERENCE_OPS = os.environ.get("REFERENCE_OPS", "0").lower() not in ("", "0", "false", "off")
 FORCE_KERNELS = False  # tests set it to run the kernels on CPU tensors under TRITON_INTERPRET=1
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def use_kernel(*tensors: torch.Tensor) -> bool:
+def use_kernel(*tensors: Tensor) -> bool:
     """True where the Triton kernel should run: CUDA tensors, unless REFERENCE_OPS=1 asks for the references."""
     return FORCE_KERNELS or (not REFERENCE_OPS and all(t.is_cuda for t in tensors))
 
@@ -33,9 +62,41 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# ---- attention ----
-"""Causal sliding-window attention over packed documents: reference, Triton forward and backward, public op."""
+@lru_cache
+def card_of(device: torch.device) -> tuple[str, int]:
+    """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for a block and
+    a copy engine that fetches tiles by descriptor."""
+    if device.type != "cuda":
+        return "large", 2  # interpreted: two programs walk all tiles
+    card = torch.cuda.get_device_properties(device)
+    return "large" if card.shared_memory_per_block_optin > 200 << 10 else "small", card.multi_processor_count
 
+
+def round_up(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `size`."""
+    return -(-size // unit) * unit
+
+
+def aligned_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, on `like`'s device; every row starts at a 16-byte boundary, as the copy engine wants it."""
+    dtype, columns = dtype or like.dtype, shape[-1]
+    return like.new_empty(*shape[:-1], round_up(columns, 16 // dtype.itemsize), dtype=dtype)[..., :columns]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself where its rows are dense and start at 16-byte boundaries, else such a copy of it."""
+    unit = 16 // x.element_size()
+    *outer, inner = x.stride()
+    if inner == 1 and x.data_ptr() % 16 == 0 and all(s and s % unit == 0 for s in outer):
+        return x
+    return aligned_empty(x, *x.shape).copy_(x)
+
+
+@jit
+def _to_fp8(x, LIMIT: tl.constexpr):
+    """Saturating cast (NaN stays NaN) of fp32 to e4m3 or e5m2, told apart by their largest values."""
+    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(tl.float8e4nv if LIMIT == 448.0 else tl.float8e5)
 
 
 # === Attention ===
@@ -44,7 +105,7 @@ def require(condition: bool, message: str) -> None:
 # decreases, so one number per query is the whole mask, and a tile's bounds are those of its first and last row.
 
 
-def attention_first_key(cu_seqlens, length, window, streams=1):
+def _attention_first_key(cu_seqlens, length, window, streams=1):
     """(length,) int: the first key that each stream position may look at; a token is `streams` positions."""
     t = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     bounds = cu_seqlens * streams
@@ -72,7 +133,7 @@ def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False):
         return torch.cat([x[i:i + blocks] for i in range(back + 1)], 2)
 
     t = torch.arange(blocks * block, device=q.device, dtype=cu_seqlens.dtype).view(blocks, 1, block, 1)
-    first = attention_first_key(cu_seqlens, blocks * block, window, 2 if paired else 1).view_as(t)
+    first = _attention_first_key(cu_seqlens, blocks * block, window, 2 if paired else 1).view_as(t)
     s = t[:, :, :1] + torch.arange(-back * block, block, device=q.device, dtype=cu_seqlens.dtype)
     mask = torch.where((s < first) | (s > t), -math.inf, 0.0)
     y = torch.softmax((cut(q, 0) * scale) @ band(k).mT + mask, -1) @ band(v)
@@ -193,43 +254,34 @@ def _attention_dkv_kernel(
 # Logits within +-60 need no maximum taken off: e^60 times any number of keys fits fp32, and e^-60 keeps its relative
 # precision in fp32 and bf16. fp16 overflows at e^11, so there the running maximum always stays.
 ATTENTION_SAFE_LOGIT = 60.0
-# (queries, keys, warps, pipeline stages) by kernel. "hopper": the best of some twenty settings each on an H200 at
+# By card and kernel; BLOCK_T queries, BLOCK_S keys. "large": the best of some twenty settings each on an H200 at
 # T = 16384 .. 49152, heads of 128, windows 128 .. 1408 (2026-11-30, torch 2.11, Triton 3.6), where small blocks, two
-# or three to a multiprocessor, hide each other's waits. "other": what fits 99 KB and 255 registers; not timed.
+# or three to a multiprocessor, hide each other's waits. "small": what fits 99 KB and 255 registers; not timed.
 ATTENTION_TILES = {
-    "hopper": {"forward": (64, 32, 4, 3), "dq": (128, 32, 8, 3), "dkv": (64, 64, 4, 2)},
-    "other": {"forward": (32, 32, 4, 2), "dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)},
-    "wide": {"forward": (32, 32, 4, 1), "dq": (32, 32, 4, 1), "dkv": (32, 32, 4, 1)},  # rows of more than 256 bytes
-}
+    ("large", "forward"): dict(BLOCK_T=64, BLOCK_S=32, num_warps=4, num_stages=3),
+    ("large", "dq"): dict(BLOCK_T=128, BLOCK_S=32, num_warps=8, num_stages=3),
+    ("large", "dkv"): dict(BLOCK_T=64, BLOCK_S=64, num_warps=4, num_stages=2),
+    ("small", "forward"): dict(BLOCK_T=32, BLOCK_S=32, num_warps=4, num_stages=2),
+    ("small", "dq"): dict(BLOCK_T=64, BLOCK_S=32, num_warps=4, num_stages=2),
+    ("small", "dkv"): dict(BLOCK_T=32, BLOCK_S=64, num_warps=8, num_stages=2),
+} | {("wide", name): dict(BLOCK_T=32, BLOCK_S=32, num_warps=4, num_stages=1) for name in ("forward", "dq", "dkv")}
 
 
-def _attention_stream(x, length):
-    """(T, N, H) as the matrix (stream positions, heads of the stream * H): a view where the strides and the copy
-    engine's 16-byte rule allow it, else a copy."""
-    x = x.reshape(length, -1)
-    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _attention_tiles(q):
+def _attention_tiles(q, name):
+    """A row of ATTENTION_TILES; "wide" is for heads of more than 256 bytes."""
     if q.shape[2] * q.element_size() > 256:
-        return ATTENTION_TILES["wide"]
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and q.element_size() == 2
-    return ATTENTION_TILES["hopper" if hopper else "other"]
+        return ATTENTION_TILES["wide", name]
+    return ATTENTION_TILES[card_of(q.device)[0] if q.is_cuda and q.element_size() == 2 else "small", name]
 
 
-def _attention_launch(kernel, tile, matrices, arrays, H, scale, **options):
+def _launch_attention(kernel, tiles, matrices, arrays, H, scale, **options):
     """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
     `matrices`: (matrix or vector, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    BLOCK_T, BLOCK_S, warps, stages = tile
-    rows = {"t": BLOCK_T, "s": BLOCK_S}
+    rows = {"t": tiles["BLOCK_T"], "s": tiles["BLOCK_S"]}
     length, width = matrices[0][0].shape
-    grid = width // H, triton.cdiv(length, BLOCK_S if kernel is _attention_dkv_kernel else BLOCK_T)
-    descriptors = [TensorDescriptor(x, x.shape, x.stride(), [rows[kind], H][:x.dim()]) for x, kind in matrices]
-    kernel[grid](*descriptors, *arrays, length, scale, H=H, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S,
-                 num_warps=warps, num_stages=stages, **options)
+    grid = width // H, triton.cdiv(length, rows["s" if kernel is _attention_dkv_kernel else "t"])
+    descriptors = [TensorDescriptor.from_tensor(x, [rows[kind], H][:x.dim()]) for x, kind in matrices]
+    kernel[grid](*descriptors, *arrays, length, scale, H=H, **tiles, **options)
 
 
 @torch.library.custom_op("speedrun::attention_forward", mutates_args=())
@@ -239,12 +291,12 @@ def attention_forward(
     """y (T, N, H), and what the backward pass wants: lse (heads, L rounded up to the copy engine's 4 numbers) and
     bounds (2, L) of the stream's positions."""
     y, lse, bounds = _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running_max)
-    tiles, H, length = _attention_tiles(q), q.shape[2], bounds.shape[1]
-    first, after = bounds
+    H, length, (first, after) = q.shape[2], bounds.shape[1], bounds
     _attention_bounds_kernel[(len(cu_seqlens) - 1,)](
         cu_seqlens.contiguous(), first, after, min(window, length), STREAMS=1 + paired, BLOCK=1024)
-    q, k, v = (_attention_stream(x, length) for x in (q, k, v))
-    _attention_launch(_attention_forward_kernel, tiles["forward"],
+    tiles = _attention_tiles(q, "forward")
+    q, k, v = (aligned(x.reshape(length, -1)) for x in (q, k, v))
+    _launch_attention(_attention_forward_kernel, tiles,
                       [(q, "t"), (k, "s"), (v, "s"), (y.view(length, -1), "t")], [lse, first], H, scale,
                       RUNNING_MAX=running_max)
     return y, lse, bounds
@@ -254,7 +306,7 @@ def attention_forward(
 def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running_max):
     T, N, H = q.shape
     heads, length = N // (1 + paired), T * (1 + paired)
-    lse = q.new_empty(heads, -(-length // 4) * 4, dtype=torch.float32)
+    lse = q.new_empty(heads, round_up(length, 4), dtype=torch.float32)
     return q.new_empty(T, N, H), lse, lse.new_empty(2, length, dtype=torch.int32)
 
 
@@ -264,13 +316,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
     grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
-    tiles, H, length = _attention_tiles(q), q.shape[2], bounds.shape[1]
-    delta, (first, after) = torch.empty_like(lse), bounds
-    q, k, v, y, dy = (_attention_stream(x, length) for x in (q, k, v, y, dy))
+    H, length, (first, after), delta = q.shape[2], bounds.shape[1], bounds, torch.empty_like(lse)
+    dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
+    q, k, v, y, dy = (aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy))
     dq, dk, dv = (x.view(length, -1) for x in grads)
-    _attention_launch(_attention_dq_kernel, tiles["dq"],
+    _launch_attention(_attention_dq_kernel, dq_tiles,
                       [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")], [lse, delta, first], H, scale)
-    _attention_launch(_attention_dkv_kernel, tiles["dkv"],
+    _launch_attention(_attention_dkv_kernel, dkv_tiles,
                       [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (lse.view(-1), "t"),
                        (delta.view(-1), "t")], [after], H, scale)
     return grads
@@ -332,36 +384,9 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max)
 
 
-def _attention_aot_rows():
-    """What a process compiles ahead of time: every kernel as the trainer launches it, heads of 128 and 64."""
-    plain = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "first_ptr": "*i32", "after_ptr": "*i32", "cu_ptr": "*i32",
-             "length": "i32:16", "window": "i32:16", "scale": "fp32"}
-    kernels = {"forward": _attention_forward_kernel, "dq": _attention_dq_kernel, "dkv": _attention_dkv_kernel}
-    for streams in 1, 2:
-        yield (f"attention bounds, {streams} positions a token", _attention_bounds_kernel, plain,
-               dict(STREAMS=streams, BLOCK=1024), 4, 3, (80, 90))
-    for (card, archs), H in itertools.product({"hopper": (90,), "other": (80,)}.items(), (128, 64)):
-        for name, kernel in kernels.items():
-            queries, keys, warps, stages = ATTENTION_TILES[card][name]
-            tiles = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq")}
-            tiles |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" for x in ("k", "v", "dk", "dv")}
-            tiles |= {f"{x}_desc": f"tensordesc<fp32[{queries}]>" for x in ("lse", "delta")}
-            for extra in [dict(RUNNING_MAX=False), dict(RUNNING_MAX=True)] if name == "forward" else [{}]:
-                constexprs = dict(H=H, BLOCK_T=queries, BLOCK_S=keys) | extra
-                yield f"attention {name} {card} {H} {extra}", kernel, plain | tiles, constexprs, warps, stages, archs
-
-
-AOT_ATTENTION = list(_attention_aot_rows())
-
-
-# ---- attention_extra ----
-
-
-
-
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *, window: int, scale: float, paired: bool, max_len: int,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, max_len: int,
+) -> Tensor:
     """Torch's own variable-length FlashAttention-2 behind the signature of `attention`."""
     T, N, H = q.shape
     if paired:
@@ -370,33 +395,25 @@ def flash_attention(
     y = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
         scale=scale, window_size_left=window, window_size_right=0,
-    )[0]  # fmt: skip
+    )[0]
     return y.view(T, N, H)
 
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
-    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value."""
+    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
-    worst = 0.0
+    errors = []
     for paired in (False, True):
         results = []
-        for op in (attention, attention_reference):
+        for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
             y = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired)
             results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), qkv)])
-        for ours, exact in zip(*results):
-            worst = max(worst, ((ours - exact).float().abs().max() / exact.float().abs().max()).item())
+        errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
+    worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf
-
-
-
-
-# ---- pointwise ----
-"""Memory-bound work between the matrix products, fused: residual mixing with its norm, the norm and rotation of queries
-and keys, and what happens to attention's output. Reference, Triton forward and backward, public op for each."""
-
-import torch.nn.functional as F
 
 
 # === Pointwise ===
@@ -404,15 +421,15 @@ import torch.nn.functional as F
 # out. A program takes a few rows, whole, so each number is read once and written once.
 
 NORM_EPS = torch.finfo(torch.float32).eps  # 2**-23, for every dtype
-# (rows, warps) of a program: the best of seven to ten tries on an H200 at D = 768, H = 128 (2026-11-30, Triton 3.6).
-# A row within one warp needs no shared memory.
+# Rows of a program: the best of seven to ten tries on an H200 at D = 768, H = 128 (2026-11-30, Triton 3.6). A row
+# within one warp needs no shared memory.
 POINTWISE_TILES = {
-    "mix forward": (1, 1),
-    "mix backward": (1, 1),
-    "norm_rotary": (16, 4),  # rows are heads from here on
-    "norm_rotary backward": (4, 1),
-    "finish_heads": (4, 1),
-    "finish_heads backward": (16, 4),
+    "mix forward": dict(ROWS=1, num_warps=1),
+    "mix backward": dict(ROWS=1, num_warps=1),
+    "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
+    "norm_rotary backward": dict(ROWS=4, num_warps=1),
+    "finish_heads forward": dict(ROWS=4, num_warps=1),
+    "finish_heads backward": dict(ROWS=16, num_warps=4),
 }
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
 _gates_jit = jit if triton is None else triton.jit(
@@ -432,6 +449,7 @@ def _pointwise_rows(x):
 
 
 # --- mix ---
+
 def mix_reference(coefs, streams, *, normed):
     """What `mix` computes, in eager torch (fp32 inside for 16-bit streams); n comes from the unrounded x."""
     dtype = streams[0].dtype
@@ -441,7 +459,7 @@ def mix_reference(coefs, streams, *, normed):
         c, s = c.to(inner), s.to(inner)
         c = c[:, None] if c.dim() == 1 else c
         x = c * s if x is None else torch.addcmul(x, c, s)
-    n = F.rms_norm(x, x.shape[-1:], eps=NORM_EPS).to(dtype) if normed else None
+    n = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS).to(dtype) if normed else None
     return x.to(dtype), n
 
 
@@ -501,20 +519,20 @@ def _mix_backward_kernel(
             tl.store(dstreams[k] + at, (c[:, None] * total).to(dstreams[k].dtype.element_ty), mask=inside)
 
 
-def _mix_launch(kernel, name, pointers, coefs, streams, gradients=()):
-    (T, D), (rows, warps) = streams[0].shape, POINTWISE_TILES[name]
+def _launch_mix(kernel, name, pointers, coefs, streams, gradients=()):
+    (T, D), tiles = streams[0].shape, POINTWISE_TILES[name]
     streams = [_pointwise_rows(s) for s in streams]
     coef_steps = tuple(0 if c.numel() == 1 else c.stride(0) for c in coefs)
-    kernel[(triton.cdiv(T, rows),)](
+    kernel[(triton.cdiv(T, tiles["ROWS"]),)](
         *pointers, tuple(coefs), tuple(streams), *gradients, coef_steps, tuple(s.stride(0) for s in streams), T,
-        K=len(streams), D=D, ROWS=rows, COLUMNS=triton.next_power_of_2(D), num_warps=warps)
+        K=len(streams), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
 
 
 @torch.library.custom_op("speedrun::mix_forward", mutates_args=())
 def mix_forward(coefs: list[Tensor], streams: list[Tensor], normed: bool) -> tuple[Tensor, Tensor]:
     """x and n, (T, D) each; n is empty unless `normed`."""
     x, n = _mix_empty_results(coefs, streams, normed)
-    _mix_launch(_mix_forward_kernel, "mix forward", (x, n if normed else None), coefs, streams)
+    _launch_mix(_mix_forward_kernel, "mix forward", (x, n if normed else None), coefs, streams)
     return x, n
 
 
@@ -537,7 +555,7 @@ def mix_backward(
     targets = [next(rows) if scalar else g if g.numel() else None for scalar, g in zip(scalars, grads)]
     dx, dn = (g if g is None else g.contiguous() for g in (dx, dn))
     targets = tuple(targets[:K]), tuple(targets[K:])
-    _mix_launch(_mix_backward_kernel, "mix backward", (dx, dn), coefs, streams, targets)
+    _launch_mix(_mix_backward_kernel, "mix backward", (dx, dn), coefs, streams, targets)
     return per_token.sum(1), grads
 
 
@@ -608,13 +626,14 @@ def mix(coefs, streams, *, normed: bool):
 
 
 # --- norm_rotary ---
+
 def norm_rotary_reference(qk, cos, sin, *, paired, key_offset):
     """What `norm_rotary` computes, in eager torch (fp32 inside for 16-bit inputs)."""
     T, _, N, H = qk.shape
     inner = torch.promote_types(qk.dtype, torch.float32)
     streams = 2 if paired else 1
     turn = torch.complex(*(table[:T * streams].to(inner) for table in (cos, -sin))).view(T, 1, streams, H // 4)
-    turned, still = F.rms_norm(qk.to(inner), (H,), eps=NORM_EPS).split(H // 2, -1)
+    turned, still = torch.nn.functional.rms_norm(qk.to(inner), (H,), eps=NORM_EPS).split(H // 2, -1)
     turned = torch.view_as_complex(turned.reshape(T, 2 * N // streams, streams, H // 4, 2)) * turn
     turned = torch.view_as_real(turned).view(T, 2, N, H // 2)
     if key_offset:
@@ -695,11 +714,11 @@ def _norm_rotary_backward_kernel(
     tl.store(dqk_ptr + target[:, None] * H + d, dx.to(dqk_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _norm_rotary_launch(kernel, name, qk, arrays, cos, sin, paired, key_offset):
-    (T, _, N, H), (rows, warps) = qk.shape, POINTWISE_TILES[name]
-    kernel[triton.cdiv(T * N, rows), 2](
+def _launch_norm_rotary(kernel, name, qk, arrays, cos, sin, paired, key_offset):
+    (T, _, N, H), tiles = qk.shape, POINTWISE_TILES[name]
+    kernel[triton.cdiv(T * N, tiles["ROWS"]), 2](
         qk, *arrays, cos.contiguous(), sin.contiguous(), qk.stride(0), T,
-        N=N, H=H, STREAMS=2 if paired else 1, KEY_OFFSET=key_offset, ROWS=rows, num_warps=warps)
+        N=N, H=H, STREAMS=2 if paired else 1, KEY_OFFSET=key_offset, **tiles)
 
 
 @torch.library.custom_op("speedrun::norm_rotary_forward", mutates_args=())
@@ -707,8 +726,8 @@ def norm_rotary_forward(
     qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
 ) -> tuple[Tensor, Tensor]:
     q, k = _norm_rotary_empty_results(qk, cos, sin, paired, key_offset)
-    _norm_rotary_launch(_norm_rotary_forward_kernel, "norm_rotary", _pointwise_rows(qk), (q, k), cos, sin, paired,
-                        key_offset)
+    _launch_norm_rotary(_norm_rotary_forward_kernel, "norm_rotary forward", _pointwise_rows(qk), (q, k), cos, sin,
+                        paired, key_offset)
     return q, k
 
 
@@ -723,7 +742,7 @@ def norm_rotary_backward(
     dq: Tensor, dk: Tensor, qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
 ) -> Tensor:
     dqk = _norm_rotary_empty_gradient(dq, dk, qk, cos, sin, paired, key_offset)
-    _norm_rotary_launch(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk),
+    _launch_norm_rotary(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk),
                         (dq.contiguous(), dk.contiguous(), dqk), cos, sin, paired, key_offset)
     return dqk
 
@@ -782,12 +801,13 @@ def _require_kernel_heads(x, reference):
 
 
 # --- finish_heads ---
+
 def finish_heads_reference(y, v, alpha, gate):
     """What `finish_heads` computes, in eager torch (fp32 inside for 16-bit inputs)."""
     inner = torch.promote_types(y.dtype, torch.float32)
     z = y.to(inner)
     if alpha is not None:
-        v_hat = F.normalize(v.to(inner), dim=-1, eps=1e-4)
+        v_hat = torch.nn.functional.normalize(v.to(inner), dim=-1, eps=1e-4)
         share = torch.tanh(alpha.to(inner))[..., None] * (z * v_hat).sum(-1, keepdim=True)
         z = torch.addcmul(z, share, v_hat, value=-1)
     if gate is not None:
@@ -859,18 +879,18 @@ def _finish_heads_backward_kernel(
     tl.store(dy_ptr + at, dy.to(dy_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _finish_heads_launch(kernel, name, before, y, v, alpha, gate, results):
-    (T, N, H), (rows, warps) = y.shape, POINTWISE_TILES[name]
+def _launch_finish_heads(kernel, name, before, y, v, alpha, gate, results):
+    (T, N, H), tiles = y.shape, POINTWISE_TILES[name]
     inputs = [x if x is None else _pointwise_rows(x) for x in (y, v, alpha, gate)]
-    kernel[(triton.cdiv(T * N, rows),)](
+    kernel[(triton.cdiv(T * N, tiles["ROWS"]),)](
         *before, *inputs, *results, *(0 if x is None else x.stride(0) for x in inputs), T,
-        N=N, H=H, ROWS=rows, num_warps=warps)
+        N=N, H=H, **tiles)
 
 
 @torch.library.custom_op("speedrun::finish_heads_forward", mutates_args=())
 def finish_heads_forward(y: Tensor, v: Tensor, alpha: Tensor | None, gate: Tensor | None) -> Tensor:
     z = _finish_heads_empty_result(y, v, alpha, gate)
-    _finish_heads_launch(_finish_heads_forward_kernel, "finish_heads", (), y, v, alpha, gate, (z,))
+    _launch_finish_heads(_finish_heads_forward_kernel, "finish_heads forward", (), y, v, alpha, gate, (z,))
     return z
 
 
@@ -886,7 +906,7 @@ def finish_heads_backward(
     """dy, dv, dalpha, dgate; dv and dalpha are empty without alpha, dgate without gate."""
     grads = _finish_heads_empty_gradients(dz, y, v, alpha, gate)
     results = (g if g.numel() else None for g in grads)
-    _finish_heads_launch(
+    _launch_finish_heads(
         _finish_heads_backward_kernel, "finish_heads backward", (dz.contiguous(),), y, v, alpha, gate, results)
     return grads
 
@@ -937,87 +957,136 @@ def finish_heads(y, v, alpha, gate):
     return _FinishHeads.apply(y, v, alpha, gate)
 
 
-def _pointwise_aot_rows():
-    """Every kernel as the trainer launches it: D = 768, 6 heads of 128, bf16, fp32 lambdas and bf16 gates."""
-    bf16, any_bf16, archs = "*bf16", "*bf16:1", (80, 90)
-    streams = {"mlp": ("*fp32:1",) * 2, "attention": ("*fp32:1",) * 2 + (any_bf16,) * 2, "output": (any_bf16,) * 6}
-    for (name, coefs), direction in itertools.product(streams.items(), ("forward", "backward")):
-        K, (rows, warps) = len(coefs), POINTWISE_TILES[f"mix {direction}"]
-        signature = dict.fromkeys(("x_ptr", "n_ptr", "dx_ptr", "dn_ptr"), bf16) | {
-            "coefs": coefs, "streams": (bf16,) * K, "dstreams": (bf16,) * K, "T": "i32:16", "coef_steps": ("i32",) * K,
-            "dcoefs": tuple(c.replace(":1", "") for c in coefs), "stream_steps": ("i32:16",) * K}
-        kernel = _mix_forward_kernel if direction == "forward" else _mix_backward_kernel
-        constexprs = dict(K=K, D=768, ROWS=rows, COLUMNS=1024)
-        yield f"mix {direction}, {name}", kernel, signature, constexprs, warps, 3, archs
+# === Lookup ===
+# Rows of tables, and their gradient added straight into the tables' persistent gradient buffers: a micro-batch touches
+# a few percent of the rows, so a dense gradient a lookup (zeros, scatter, then an add) would move many times the bytes.
 
-    heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
-    signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
-    signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
-    kernels = {"norm_rotary": _norm_rotary_forward_kernel, "norm_rotary backward": _norm_rotary_backward_kernel}
-    for (name, kernel), paired, offset in itertools.product(kernels.items(), (False, True), (False, True)):
-        rows, warps = POINTWISE_TILES[name]
-        constexprs = dict(N=6, H=128, STREAMS=1 + paired, KEY_OFFSET=offset, ROWS=rows)
-        yield f"{name} {paired=} {offset=}", kernel, signature, constexprs, warps, 3, archs
-    kernels = {"finish_heads": _finish_heads_forward_kernel, "finish_heads backward": _finish_heads_backward_kernel}
-    for name, kernel in kernels.items():
-        rows, warps = POINTWISE_TILES[name]
-        for missing in (), ("alpha_ptr", "dalpha_ptr", "v_ptr", "dv_ptr"), ("gate_ptr", "dgate_ptr"):
-            constexprs = dict(N=6, H=128, ROWS=rows) | {x: None for x in missing if x in kernel.arg_names}
-            yield f"{name} without {missing[:1]}", kernel, signature, constexprs, warps, 3, archs
+# RUN: positions of a run of equal rows that one program sums. Chosen by count, not swept.
+LOOKUP_TILES = dict(RUN=64, num_warps=2)
 
 
-AOT_POINTWISE = list(_pointwise_aot_rows()) if triton else []
+def lookup_add_reference(grad_VD: Tensor, rows_T: Tensor, d_TD: Tensor) -> None:
+    """grad[rows[t]] += d[t], in place."""
+    grad_VD.index_add_(0, rows_T.long(), d_TD)
 
 
-# ---- matrix ----
-"""Matrix products of the optimizer and the MLP: symmetric products, Polar Express, FP8 quantization, linear + relu^2.
+@jit
+def _lookup_add_kernel(
+    grad_ptr, partial_ptr, sorted_ptr, order_ptr, first_ptr, d_ptr, T, stride_d,
+    D: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, COMBINE: tl.constexpr,
+):
+    """Program t sums the run of equal rows that starts at sorted position t, or the RUN positions of a longer one.
 
-Shape letters: B matrices in a bank, R rows, C columns, T packed tokens, D model dim, F mlp dim.
-"""
+    Runs of up to RUN are added to their row at once. Longer ones leave one fp32 sum a chunk, at its first position;
+    with COMBINE those are added up. Every sum goes in the order of positions, so results repeat bit for bit.
+    """
+    t = tl.program_id(0)
+    row = tl.load(sorted_ptr + t)
+    start = tl.load(first_ptr + t)
+    place = t - start  # in the run
+    d = tl.arange(0, COLUMNS)
+    inside = d < D
+    last_of_chunk = tl.minimum(start + (place // RUN + 1) * RUN, T)
+    longer = tl.load(sorted_ptr + tl.minimum(start + RUN, T - 1)) == row
+    longer = longer & (start + RUN < T)
+    if COMBINE:
+        if (place == 0) & longer:
+            total = tl.zeros((COLUMNS,), tl.float32)
+            at = t
+            while at < T:
+                if tl.load(sorted_ptr + at) == row:
+                    total += tl.load(partial_ptr + at.to(tl.int64) * D + d, mask=inside, other=0.0)
+                    at += RUN
+                else:
+                    at = T
+            out = grad_ptr + row.to(tl.int64) * D + d
+            total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+    else:
+        if place % RUN == 0:
+            total = tl.zeros((COLUMNS,), tl.float32)
+            at = t
+            while at < last_of_chunk:
+                if tl.load(sorted_ptr + at) == row:
+                    source = tl.load(order_ptr + at).to(tl.int64)
+                    total += tl.load(d_ptr + source * stride_d + d, mask=inside, other=0.0).to(tl.float32)
+                    at += 1
+                else:
+                    at = last_of_chunk
+            if longer:
+                tl.store(partial_ptr + t.to(tl.int64) * D + d, total, mask=inside)
+            else:
+                out = grad_ptr + row.to(tl.int64) * D + d
+                total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
+def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Tensor) -> None:
+    """grad[rows[t]] += d[t] in place, summed in fp32 and rounded once a row; `order` comes from `lookup_order`.
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
-
-
-# --- what the launches below share ---------------------------------------------------------------------------------
-
-
-@lru_cache
-def matrix_card(device: torch.device) -> tuple[str, int]:
-    """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for a block and
-    a copy engine that fetches tiles by descriptor."""
-    if device.type != "cuda":
-        return "large", 2  # interpreted: two programs walk all tiles
-    card = torch.cuda.get_device_properties(device)
-    return "large" if card.shared_memory_per_block_optin > 200 << 10 else "small", card.multi_processor_count
-
-
-def matrix_kernel(*tensors: torch.Tensor) -> bool:
-    """use_kernel, where the tensor cores take the dtype: a GPU's fp32 and fp64 products stay torch's."""
-    wide = {torch.float64, torch.float32} if tensors[0].is_cuda else {torch.float64}
-    return use_kernel(*tensors) and tensors[0].dtype not in wide
+    grad_VD  (V, D) contiguous, fp32 or 16 bit, D up to 2048
+    d_TD     (T, D), rows of any stride, columns contiguous
+    """
+    sorted_rows, positions, first = order
+    T, D = d_TD.shape
+    require((len(sorted_rows), grad_VD.shape[1]) == (T, D),
+            f"d must be ({len(sorted_rows)}, {grad_VD.shape[1]}), not {tuple(d_TD.shape)}: give each row its gradient")
+    require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: make it so")
+    if not use_kernel(grad_VD, d_TD) or grad_VD.dtype == torch.float64:
+        return lookup_add_reference(grad_VD, sorted_rows, d_TD[positions.long()])
+    d_TD = d_TD if d_TD.stride(1) == 1 else d_TD.contiguous()
+    partial = torch.empty(T, D, dtype=torch.float32, device=grad_VD.device)
+    for combine in (False, True):
+        _lookup_add_kernel[(T,)](
+            grad_VD, partial, sorted_rows, positions, first, d_TD, T, d_TD.stride(0), D=D,
+            COLUMNS=triton.next_power_of_2(D), COMBINE=combine, **LOOKUP_TILES)
 
 
-def aligned_empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Uninitialised, on `like`'s device; every row starts at a 16-byte boundary, as the copy engine wants it."""
-    dtype = dtype or like.dtype
-    return like.new_empty((*shape[:-1], shape[-1] + -shape[-1] % (16 // dtype.itemsize)), dtype=dtype)[..., :shape[-1]]
+def lookup_order(rows_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in ascending order, the positions they come from, and where each one's run of equals starts; (T,) each."""
+    sorted_rows, positions = torch.sort(rows_T, stable=True)
+    first = torch.searchsorted(sorted_rows, sorted_rows, out_int32=True)
+    return sorted_rows, positions.int(), first
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself where its rows are dense and start at 16-byte boundaries, else such a copy of it."""
-    unit = 16 // x.element_size()
-    *outer, inner = x.stride()
-    if inner == 1 and x.storage_offset() % unit == 0 and all(s and s % unit == 0 for s in outer):
-        return x
-    return aligned_empty(x, *x.shape).copy_(x)
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_T, planes, *tables):
+        ctx.rows, ctx.planes, ctx.tables = rows_T, planes, tables
+        ctx.set_materialize_grads(False)
+        return tuple(F.embedding(rows_T, part) for table, n in zip(tables, planes) for part in table.chunk(n))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        order, grads = lookup_order(ctx.rows), iter(grads)
+        for table, n in zip(ctx.tables, ctx.planes):
+            if table.grad is None:
+                table.grad = torch.zeros_like(table)
+            for part in table.grad.chunk(n):
+                if (grad := next(grads)) is not None:
+                    lookup_add_(part, order, grad)
+        return (None,) * (2 + len(ctx.tables))
 
 
-# --- symmetric products: one triangle of tiles computed, the other mirrored ----------------------------------------
+def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Tensor, ...]:
+    """The same rows of several leaf tables: one (T, D) tensor for each plane of each table.
+
+    rows_T  (T,) int32 or int64, each below every plane's number of rows
+    tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
+
+    The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
+    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32, by position. Raises ValueError.
+    """
+    require(len(tables) == len(planes) and all(len(t) % n == 0 for t, n in zip(tables, planes)),
+            f"tables must hold whole planes, not {[len(t) for t in tables]} rows in {list(planes)}: pad them")
+    require(rows_T.dim() == 1 and rows_T.dtype in (torch.int32, torch.int64),
+            f"rows must be (T,), int32 or int64, not {tuple(rows_T.shape)} {rows_T.dtype}: flatten and cast them")
+    require(all(t.is_leaf for t in tables), "tables must be leaf tensors, whose .grad can be added to: pass parameters")
+    return _Lookup.apply(rows_T, tuple(planes), *tables)
+
+
+# === Symmetric products ===
+# One triangle of tiles is computed, the other is its mirror image.
 
 SYMMETRIC_TILES = {  # card: launch; H200, 2026-11-30, Triton 3.6: xtx of (24, 3072, 768) takes 85 us, cuBLAS 124
     "large": dict(BLOCK=128, BLOCK_K=64, num_warps=4, num_stages=3),
@@ -1025,15 +1094,21 @@ SYMMETRIC_TILES = {  # card: launch; H200, 2026-11-30, Triton 3.6: xtx of (24, 3
 }
 
 
-def xxt_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+def _use_matrix_kernel(*tensors: Tensor) -> bool:
+    """use_kernel, where the tensor cores take the dtype: a GPU's fp32 and fp64 products stay torch's."""
+    wide = {torch.float64, torch.float32} if tensors[0].is_cuda else {torch.float64}
+    return use_kernel(*tensors) and tensors[0].dtype not in wide
+
+
+def xxt_reference(x_BRC: Tensor) -> Tensor:
     return x_BRC @ x_BRC.mT
 
 
-def xtx_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+def xtx_reference(x_BRC: Tensor) -> Tensor:
     return x_BRC.mT @ x_BRC
 
 
-def ba_plus_caa_reference(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> torch.Tensor:
+def ba_plus_caa_reference(a_BRR: Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> Tensor:
     """beta A + alpha A A^T + diagonal I, summed in fp32 or better and rounded once."""
     a = a_BRR.to(torch.promote_types(a_BRR.dtype, torch.float32))
     out = beta * a + alpha * (a @ a.mT)
@@ -1042,7 +1117,7 @@ def ba_plus_caa_reference(a_BRR: torch.Tensor, beta: float, alpha: float, diagon
 
 
 @jit
-def symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth, alpha, beta, diagonal,
+def _symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth, alpha, beta, diagonal,
                      BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NORMALIZE: tl.constexpr,
                      SIZE_POW2: tl.constexpr):
     """One BLOCK x BLOCK tile of X X^T, X (size, depth), written to its place and, transposed, to the mirrored place.
@@ -1087,23 +1162,23 @@ def symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth,
         tl.store(out + cols[:, None] * size + rows[None, :], tile.T, mask=mirrored)
 
 
-def launch_symmetric(x, alpha=1.0, beta=0.0, diagonal=0.0, step=False, normalize=False):
-    """X X^T of one matrix or of each in a bank; the other arguments as in symmetric_kernel."""
+def _launch_symmetric(x, alpha=1.0, beta=0.0, diagonal=0.0, step=False, normalize=False):
+    """X X^T of one matrix or of each in a bank; the other arguments as in _symmetric_kernel."""
     require(x.ndim in (2, 3), f"a symmetric product takes a matrix or a bank of them, got shape {tuple(x.shape)}; "
                               "flatten the leading dimensions")
     x_BRC = x if x.ndim == 3 else x[None]
     B, size, depth = x_BRC.shape
     out = torch.empty((B, size, size), dtype=x.dtype, device=x.device)
     if out.numel():
-        launch = SYMMETRIC_TILES[matrix_card(x.device)[0]]
+        launch = SYMMETRIC_TILES[card_of(x.device)[0]]
         tiles = triton.cdiv(size, launch["BLOCK"])
-        symmetric_kernel[tiles * (tiles + 1) // 2, B](x_BRC, out, *x_BRC.stride(), size, depth, alpha, beta, diagonal,
+        _symmetric_kernel[tiles * (tiles + 1) // 2, B](x_BRC, out, *x_BRC.stride(), size, depth, alpha, beta, diagonal,
                                                       STEP=step, NORMALIZE=normalize,
                                                       SIZE_POW2=triton.next_power_of_2(size), **launch)
     return out if x.ndim == 3 else out[0]
 
 
-def xxt(x_BRC: torch.Tensor) -> torch.Tensor:
+def xxt(x_BRC: Tensor) -> Tensor:
     """X X^T for every matrix of a bank.  Reference: xxt_reference.
 
     In    x_BRC (B, R, C) or (R, C), floating point, any size and strides
@@ -1111,15 +1186,15 @@ def xxt(x_BRC: torch.Tensor) -> torch.Tensor:
     Grad  none: for the optimizer
     Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
     """
-    return launch_symmetric(x_BRC) if matrix_kernel(x_BRC) else xxt_reference(x_BRC)
+    return _launch_symmetric(x_BRC) if _use_matrix_kernel(x_BRC) else xxt_reference(x_BRC)
 
 
-def xtx(x_BRC: torch.Tensor) -> torch.Tensor:
+def xtx(x_BRC: Tensor) -> Tensor:
     """X^T X for every matrix of a bank, (B, C, C); otherwise as xxt.  Reference: xtx_reference."""
-    return launch_symmetric(x_BRC.mT) if matrix_kernel(x_BRC) else xtx_reference(x_BRC)
+    return _launch_symmetric(x_BRC.mT) if _use_matrix_kernel(x_BRC) else xtx_reference(x_BRC)
 
 
-def ba_plus_caa(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> torch.Tensor:
+def ba_plus_caa(a_BRR: Tensor, beta: float, alpha: float, diagonal: float = 0.0) -> Tensor:
     """beta A + alpha A A^T + diagonal I for every symmetric A of a bank.  Reference: ba_plus_caa_reference.
 
     In    a_BRR (B, R, R) or (R, R), symmetric (of any other A the lower triangle of beta A would be mirrored), any R
@@ -1127,12 +1202,13 @@ def ba_plus_caa(a_BRR: torch.Tensor, beta: float, alpha: float, diagonal: float 
     Grad  none: for the optimizer
     """
     require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
-    if not matrix_kernel(a_BRR):
+    if not _use_matrix_kernel(a_BRR):
         return ba_plus_caa_reference(a_BRR, beta, alpha, diagonal)
-    return launch_symmetric(a_BRR, alpha, beta, diagonal, step=True)
+    return _launch_symmetric(a_BRR, alpha, beta, diagonal, step=True)
 
 
-# --- Polar Express: the nearest orthogonal matrix by five odd polynomials ------------------------------------------
+# --- Polar Express: the nearest orthogonal matrix by five odd polynomials ---
+
 # Amsel, Persson, Musco, Gower: "The Polar Express" (arXiv 2505.16932); Muon's use of such iterations: Keller Jordan.
 
 POLAR_EXPRESS = (  # (a, b, c) of X <- a X + b A X + c A A X with A = X X^T, one row an iteration
@@ -1144,7 +1220,7 @@ POLAR_EXPRESS = (  # (a, b, c) of X <- a X + b A X + c A A X with A = X X^T, one
 )
 
 
-def polar_express_reference(x_BRC: torch.Tensor) -> torch.Tensor:
+def polar_express_reference(x_BRC: Tensor) -> Tensor:
     """Every operation rounds to x's dtype; plain fp64 in fp64."""
     tall = x_BRC.shape[-2] > x_BRC.shape[-1]
     x = x_BRC / (1.02 * x_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-6)
@@ -1156,49 +1232,51 @@ def polar_express_reference(x_BRC: torch.Tensor) -> torch.Tensor:
     return x.view(x_BRC.shape)
 
 
-def polar_express(x_BRC: torch.Tensor) -> torch.Tensor:
+def polar_express(x_BRC: Tensor) -> Tensor:
     """The orthogonal factor of every matrix of a bank, approximately.  Reference: polar_express_reference.
 
     In    x_BRC (B, R, C) or (R, C), floating point, any size; all zeros give zeros
     Out   as x, all singular values near 1 (those far below the largest lag behind); x is left alone
     Grad  none: for the optimizer
     Why   three products an iteration and nothing else. a X is folded into the step matrix as a I, so X <- step X needs
-          no copy of X to add to; the norm comes from the first Gram matrix (see symmetric_kernel)
+          no copy of X to add to; the norm comes from the first Gram matrix (see _symmetric_kernel)
     """
-    if not matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
+    if not _use_matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
         return polar_express_reference(x_BRC)
     tall, x = x_BRC.shape[-2] > x_BRC.shape[-1], x_BRC
     for iteration, (a, b, c) in enumerate(POLAR_EXPRESS):
-        gram = launch_symmetric(x.mT if tall else x)
-        step = launch_symmetric(gram, c, b, a, step=True, normalize=iteration == 0)
+        gram = _launch_symmetric(x.mT if tall else x)
+        step = _launch_symmetric(gram, c, b, a, step=True, normalize=iteration == 0)
         x = x @ step if tall else step @ x
     return x
 
 
-# --- FP8 quantization, one scale a tensor --------------------------------------------------------------------------
+# === Linear + relu2 and FP8 quantization ===
 
-BANK_QUANTIZE_TILES = dict(BLOCK=4096, num_warps=8)  # H200, 2026-11-30, Triton 3.6: 22 us for (16384, 768)
+# --- quantization, one scale a tensor ---
+
+QUANTIZE_TILES = dict(BLOCK=4096, num_warps=8)  # H200, 2026-11-30, Triton 3.6: 22 us for (16384, 768)
 
 
 class QuantizedWeight(NamedTuple):
     """w = w8 * scale, nearly."""
 
-    w8: torch.Tensor  # (F, D) float8_e4m3fn, contiguous
-    scale: torch.Tensor  # one fp32 number at a 16-byte boundary: the FP8 products of cuBLAS refuse others
+    w8: Tensor  # (F, D) float8_e4m3fn, contiguous
+    scale: Tensor  # one fp32 number at a 16-byte boundary: the FP8 products of cuBLAS refuse others
 
 
-def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """The scale is max|x| / 448 rounded to bf16, as the record's trainer keeps it, and never 0. Rounding may make it a
     little too small, so x / scale is clamped."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
+    limit = torch.finfo(E4M3).max
     x = x.detach().float()
     peak = x.abs().amax()
     scale = torch.where(peak == 0, 1.0, (peak.clamp(min=1e-12) / limit).bfloat16().float())
-    return (x * (1 / scale)).clamp(-limit, limit).to(torch.float8_e4m3fn), scale
+    return (x * (1 / scale)).clamp(-limit, limit).to(E4M3), scale
 
 
 @jit
-def quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexpr):
+def _quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexpr):
     """peaks[b, p] = max |x| over the p-th share of tensor b."""
     part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     peak = tl.zeros((BLOCK,), tl.float32)
@@ -1210,11 +1288,11 @@ def quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexp
 
 
 @jit
-def quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS_POW2: tl.constexpr,
+def _quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS_POW2: tl.constexpr,
                          BLOCK: tl.constexpr):
     """x8 = e4m3(x / scale) for the same share; every program finds its tensor's scale, the first one stores it.
 
-    Blocks are taken in the reverse order of quantize_peak_kernel's: the last ones are still in the L2 cache.
+    Blocks are taken in the reverse order of _quantize_peak_kernel's: the last ones are still in the L2 cache.
     """
     part, batch, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     every = tl.arange(0, PARTS_POW2)
@@ -1227,11 +1305,10 @@ def quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS_P
     for done in range(0, share, BLOCK):
         at = (part + 1) * share - BLOCK - done + tl.arange(0, BLOCK)
         value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0).to(tl.float32) * inverse
-        value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(x8 + batch * numel + at, value.to(x8.dtype.element_ty), mask=at < numel)
+        tl.store(x8 + batch * numel + at, _to_fp8(value, 448.0), mask=at < numel)
 
 
-def quantize_bank(w_BFD: torch.Tensor, w8_BFD: torch.Tensor, scales_B4: torch.Tensor) -> None:
+def quantize_bank(w_BFD: Tensor, w8_BFD: Tensor, scales_B4: Tensor) -> None:
     """Quantize every matrix of a bank to e4m3, in place on w8 and scales.  Reference: quantize_reference, one by one.
 
     In    w_BFD (B, ...) floating point, each w[b] contiguous; a strided choice of matrices, mlp_bank[:, 0], is fine
@@ -1239,9 +1316,9 @@ def quantize_bank(w_BFD: torch.Tensor, w8_BFD: torch.Tensor, scales_B4: torch.Te
           scale has 16 bytes to itself because cuBLAS refuses scales at other addresses
     Raises ValueError where shapes, dtypes or contiguity differ from that
     """
-    require(w8_BFD.shape == w_BFD.shape and w8_BFD.dtype == torch.float8_e4m3fn and w8_BFD.is_contiguous(),
+    require(w8_BFD.shape == w_BFD.shape and w8_BFD.dtype == E4M3 and w8_BFD.is_contiguous(),
             f"w8 must be contiguous float8_e4m3fn of w's shape {tuple(w_BFD.shape)}, got {w8_BFD.dtype} "
-            f"{tuple(w8_BFD.shape)}; allocate it with torch.empty(w.shape, dtype=torch.float8_e4m3fn)")
+            f"{tuple(w8_BFD.shape)}; allocate it with torch.empty(w.shape, dtype=E4M3)")
     require(scales_B4.shape == (len(w_BFD), 4) and scales_B4.dtype == torch.float32 and scales_B4.is_contiguous(),
             f"scales must be contiguous fp32 ({len(w_BFD)}, 4), 16 bytes for each matrix, got {scales_B4.dtype} "
             f"{tuple(scales_B4.shape)}; allocate it with torch.empty")
@@ -1254,35 +1331,35 @@ def quantize_bank(w_BFD: torch.Tensor, w8_BFD: torch.Tensor, scales_B4: torch.Te
             w8_new, cell[0] = quantize_reference(w)
             w8.copy_(w8_new)
         return
-    numel, block = w_BFD[0].numel(), BANK_QUANTIZE_TILES["BLOCK"]
+    numel, block = w_BFD[0].numel(), QUANTIZE_TILES["BLOCK"]
     share = triton.cdiv(numel, 1024 * block) * block  # at most 1024 shares, so that one program can read all peaks
     grid = triton.cdiv(numel, share), len(w_BFD)
     peaks = torch.empty(grid[::-1], dtype=torch.float32, device=w_BFD.device)
-    quantize_peak_kernel[grid](w_BFD, peaks, w_BFD.stride(0), numel, share, **BANK_QUANTIZE_TILES)
-    quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share,
-                               PARTS_POW2=triton.next_power_of_2(grid[0]), **BANK_QUANTIZE_TILES)
+    _quantize_peak_kernel[grid](w_BFD, peaks, w_BFD.stride(0), numel, share, **QUANTIZE_TILES)
+    _quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share,
+                               PARTS_POW2=triton.next_power_of_2(grid[0]), **QUANTIZE_TILES)
 
 
-def launch_quantize(x):
+def _launch_quantize(x):
     """quantize on the GPU, callable from within other launches."""
     x = x.detach().contiguous()
-    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    x8 = torch.empty(x.shape, dtype=E4M3, device=x.device)
     cells = torch.empty((1, 4), dtype=torch.float32, device=x.device)
     quantize_bank(x[None], x8[None], cells)
     return x8, cells[0, 0]
 
 
 @torch.library.custom_op("speedrun::quantize", mutates_args=())
-def quantize_opaque(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_quantize(x)
+def _quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch_quantize(x)
 
 
-@quantize_opaque.register_fake
+@_quantize_tensor.register_fake
 def _(x):
-    return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), x.new_empty((), dtype=torch.float32)
+    return torch.empty(x.shape, dtype=E4M3, device=x.device), x.new_empty((), dtype=torch.float32)
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x8, scale) with x ~ x8 * scale: x8 e4m3, contiguous, scale a 0-d fp32 tensor at a 16-byte boundary.
 
     In    x floating point, any shape and strides (copied where not contiguous)
@@ -1290,10 +1367,10 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not use_kernel(x) or x.dtype == torch.float64:
         return quantize_reference(x)
-    return quantize_opaque(x.detach())
+    return _quantize_tensor(x.detach())
 
 
-# --- MLP: linear + relu^2, forward and backward --------------------------------------------------------------------
+# --- linear + relu^2, forward and backward ---
 
 MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor. H200, 2026-11-30, Triton 3.6, T = 16384,
     # 768 -> 3072: fp8 73 us, up 118, dpre 157 (cuBLAS's bare product: 72, 115, 115)
@@ -1306,8 +1383,8 @@ MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor. H200
 }
 
 
-def mlp_reference(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
-                  fp8: QuantizedWeight | None = None) -> torch.Tensor:
+def mlp_reference(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor,
+                  fp8: QuantizedWeight | None = None) -> Tensor:
     """Every operation rounds to n's dtype. FP8 is emulated: the up product's value is that of the quantized operands,
     its gradient that of the unquantized ones (straight-through)."""
     pre_TF = n_TD @ w_fc_FD.mT
@@ -1321,7 +1398,7 @@ def mlp_reference(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Te
 
 
 @jit
-def mlp_view(x, rows, columns, line, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _mlp_view(x, rows, columns, line, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile view of x: x itself where the host made the copy engine's descriptor, else one over plain pointers."""
     if isinstance(x, tl.tensor_descriptor):
         return x
@@ -1330,7 +1407,7 @@ def mlp_view(x, rows, columns, line, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, right_line, out_line, T, F, D,
+def _mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, right_line, out_line, T, F, D,
                BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
                BACKWARD: tl.constexpr, FLATTEN: tl.constexpr):
     """out (T, F) from the product left (T, D) right^T (F, D), each program walking every num_programs-th tile.
@@ -1340,11 +1417,11 @@ def mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, right
     in two halves to halve the staging memory. post has out's strides.
     """
     HALF: tl.constexpr = BLOCK_F // 2
-    left = mlp_view(left, T, D, left_line, BLOCK_T, BLOCK_D)
-    right = mlp_view(right, F, D, right_line, BLOCK_F, BLOCK_D)
-    out = mlp_view(out, T, F, out_line, BLOCK_T, HALF)
+    left = _mlp_view(left, T, D, left_line, BLOCK_T, BLOCK_D)
+    right = _mlp_view(right, F, D, right_line, BLOCK_F, BLOCK_D)
+    out = _mlp_view(out, T, F, out_line, BLOCK_T, HALF)
     if BACKWARD:
-        post = mlp_view(post, T, F, out_line, BLOCK_T, HALF)
+        post = _mlp_view(post, T, F, out_line, BLOCK_T, HALF)
     scale = tl.load(left_scale) * tl.load(right_scale) if FP8 else 1.0
     tiles_F = tl.cdiv(F, BLOCK_F)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * tiles_F, tl.num_programs(0), flatten=FLATTEN):
@@ -1362,9 +1439,9 @@ def mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, right
             out.store([t, f + half * HALF], value.to(out.dtype))
 
 
-def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
-    """relu(left right^T)^2, or with post the backward product, as mlp_kernel says; product: a key of MLP_TILES."""
-    card, processors = matrix_card(left_TD.device)
+def _launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
+    """relu(left right^T)^2, or with post the backward product, as _mlp_kernel says; product: a key of MLP_TILES."""
+    card, processors = card_of(left_TD.device)
     launch = dict(MLP_TILES[card, product])
     (T, D), F = left_TD.shape, len(right_FD)
     out_TF = aligned_empty(left_TD, T, F, dtype=dtype)
@@ -1379,19 +1456,19 @@ def launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dt
              (out_TF, half)]
     left, right, post, out = (x if x is None or card == "small" else TensorDescriptor.from_tensor(x, block)
                               for x, block in views)
-    mlp_kernel[programs,](left, right, post, out, *scales, *(views[i][0].stride(0) for i in (0, 1, 3)), T, F, D,
+    _mlp_kernel[programs,](left, right, post, out, *scales, *(views[i][0].stride(0) for i in (0, 1, 3)), T, F, D,
                           FP8=product == "fp8", BACKWARD=post is not None, **launch)
     return out_TF
 
 
 @torch.library.custom_op("speedrun::mlp_up", mutates_args=())
-def mlp_up(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w8_FD: torch.Tensor | None,
-           w_scale: torch.Tensor | None) -> torch.Tensor:
+def mlp_up(n_TD: Tensor, w_fc_FD: Tensor, w8_FD: Tensor | None,
+           w_scale: Tensor | None) -> Tensor:
     """relu(n w_fc^T)^2, through FP8 where w8 is given. Opaque to torch.compile, as every launch of the model is."""
     if w8_FD is None:
-        return launch_mlp("up", n_TD, w_fc_FD)
-    n8_TD, n_scale = launch_quantize(n_TD)
-    return launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
+        return _launch_mlp("up", n_TD, w_fc_FD)
+    n8_TD, n_scale = _launch_quantize(n_TD)
+    return _launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
 
 
 @mlp_up.register_fake
@@ -1400,9 +1477,9 @@ def _(n_TD, w_fc_FD, w8_FD, w_scale):
 
 
 @torch.library.custom_op("speedrun::mlp_dpre", mutates_args=())
-def mlp_dpre(g_TD: torch.Tensor, w_proj_FD: torch.Tensor, post_TF: torch.Tensor) -> torch.Tensor:
+def mlp_dpre(g_TD: Tensor, w_proj_FD: Tensor, post_TF: Tensor) -> Tensor:
     """The gradient of pre from the output's gradient g."""
-    return launch_mlp("dpre", g_TD, w_proj_FD, post_TF)
+    return _launch_mlp("dpre", g_TD, w_proj_FD, post_TF)
 
 
 @mlp_dpre.register_fake
@@ -1410,7 +1487,7 @@ def _(g_TD, w_proj_FD, post_TF):
     return aligned_empty(g_TD, len(g_TD), len(w_proj_FD))
 
 
-class MlpFunction(torch.autograd.Function):
+class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale):
         post_TF = mlp_up(n_TD, w_fc_FD, w8_FD, w_scale)
@@ -1426,15 +1503,15 @@ class MlpFunction(torch.autograd.Function):
         return (dpre_TF @ w_fc_FD if want_n else None, dpre_TF.mT @ n_TD if want_fc else None, dw_proj_FD, None, None)
 
 
-def mlp(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
-        fp8: QuantizedWeight | None = None) -> torch.Tensor:
+def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor,
+        fp8: QuantizedWeight | None = None) -> Tensor:
     """relu(n w_fc^T)^2 w_proj.  Reference: mlp_reference.
 
     In    n_TD (T, D); w_fc_FD, w_proj_FD (F, D); one floating-point dtype, any T, D, F and strides. fp8: w_fc quantized
           by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum
     Out   (T, D) in n's dtype
     Grad  to n, w_fc and w_proj, all from the unquantized operands (straight-through). Kept for it: n and
-          post = relu(pre)^2, nothing of pre (see mlp_kernel)
+          post = relu(pre)^2, nothing of pre (see _mlp_kernel)
     """
     require(n_TD.ndim == w_fc_FD.ndim == 2 and w_fc_FD.shape == w_proj_FD.shape and n_TD.shape[1] == w_fc_FD.shape[1],
             f"mlp takes n (T, D) and two weights (F, D), got {tuple(n_TD.shape)}, {tuple(w_fc_FD.shape)} and "
@@ -1443,59 +1520,14 @@ def mlp(n_TD: torch.Tensor, w_fc_FD: torch.Tensor, w_proj_FD: torch.Tensor,
             f"{w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights' dtype")
     require(fp8 is None or fp8.w8.shape == w_fc_FD.shape, "the quantized weight must have w_fc's shape "
             f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
-    if not matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
+    if not _use_matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
         return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8)
-    return MlpFunction.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)))
+    return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)))
 
 
-# --- ahead-of-time compilation: what the launches above ask for, at the record's shapes -----------------------------
-
-
-def matrix_aot_rows():
-    """(name, kernel, signature, constexprs, warps, stages, architectures), one row a kernel variant and card."""
-    for card, archs in ("large", (90,)), ("small", (80, 89)):
-        launch = dict(SYMMETRIC_TILES[card])
-        warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-        for name, unit, line, step in (("xxt", "depth_stride", "row_stride", False),
-                                       ("xtx", "row_stride", "depth_stride", False),
-                                       ("polar step", "depth_stride", "row_stride", True)):
-            signature = dict(x="*bf16", out="*bf16", alpha="fp32", beta="fp32", diagonal="fp32")
-            signature |= dict.fromkeys(("bank_stride", line, "size", "depth"), "i32:16")
-            flags = {unit: 1, "STEP": step, "NORMALIZE": step, "SIZE_POW2": 1024}
-            yield f"{name} {card}", symmetric_kernel, signature, launch | flags, warps, stages, archs
-        scales = dict(left_scale="*fp32", right_scale="*fp32")
-        for product, operand, used, unused in (("fp8", "fp8e4nv", scales, ["post"]),
-                                               ("up", "bf16", {}, ["post", *scales]), ("dpre", "bf16", {}, scales)):
-            tile = MLP_TILES[card, product]
-            block_t, block_f, block_d = tile["BLOCK_T"], tile["BLOCK_F"], tile["BLOCK_D"]
-            views = dict(left=(operand, block_t, block_d), right=(operand, block_f, block_d),
-                         out=("bf16", block_t, block_f // 2))
-            views |= {"post": views["out"]} if product == "dpre" else {}
-            signature = {name: f"tensordesc<{dtype}[{rows}, {columns}]>" if card == "large" else f"*{dtype}"
-                         for name, (dtype, rows, columns) in views.items()}
-            signature |= dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16") | used
-            constants = {k: v for k, v in tile.items() if k not in ("WAVES", "num_warps", "num_stages")}
-            constants |= dict(FP8=product == "fp8", BACKWARD=product == "dpre") | dict.fromkeys(unused)
-            yield (f"mlp {product} {card}", mlp_kernel, signature, constants, tile["num_warps"], tile["num_stages"],
-                   archs if product != "fp8" else archs[-1:])
-    block, warps = BANK_QUANTIZE_TILES["BLOCK"], BANK_QUANTIZE_TILES["num_warps"]
-    signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", share="i32:16")
-    yield "quantize peak", quantize_peak_kernel, signature, dict(BLOCK=block), warps, 3, (80, 90)
-    yield ("quantize cast", quantize_cast_kernel, signature | dict(x8="*fp8e4nv", cells="*fp32"),
-           dict(BLOCK=block, PARTS_POW2=1024), warps, 3, (89, 90))
-
-
-AOT_MATRIX = list(matrix_aot_rows()) if triton else []
-
-
-# ---- updates ----
-"""Optimizer updates: Adam, and NorMuon's momentum, variance normalization and weight update.
-
-Shape letters: B matrices in a bank, R rows, C columns. Every number that changes from step to step lives in device
-memory, so captured launches stay valid. Each update is one launch (variance normalization two), in place, with no
-atomics: the same inputs give the same bits.
-"""
-
+# === Optimizer updates ===
+# Every number that changes from step to step lives in device memory. Each update is one launch (variance normalization
+# two), in place.
 
 # Elements a program; all of these stream memory. H200, 2026-11-30, Triton 3.6: 4.1 to 4.2 TB/s, variance 3.1.
 ADAM_TILES = dict(BLOCK=1024, num_warps=4)
@@ -1505,20 +1537,19 @@ RESCALE_TILES = dict(BLOCK=4096, BLOCKS=4, num_warps=8)
 CAUTIOUS_TILES = dict(BLOCK=1024, num_warps=8)
 
 
-def exact_dtype(*tensors: torch.Tensor) -> torch.dtype:
+def _exact_dtype(*tensors: Tensor) -> torch.dtype:
     """fp64 where any tensor is, else fp32: what the updates compute and keep their states in."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def require_in_place(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+def _require_in_place(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """A state that a kernel updates in place must be exactly what the kernel takes it for."""
     require(tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(),
             f"{name} must be contiguous {dtype} of shape {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}; allocate it so, it is updated in place")
 
 
-# --- Adam with cautious weight decay --------------------------------------------------------------------------------
-
+# --- Adam with cautious weight decay ---
 
 def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
     beta1, beta2, step_size, eps, decay = hyper.unbind()
@@ -1530,7 +1561,7 @@ def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
 
 
 @jit
-def adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
+def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = at < numel
     beta1, beta2, step_size = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
@@ -1546,8 +1577,8 @@ def adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
     tl.store(p + at, (wide - update).to(p.dtype.element_ty), mask=keep)
 
 
-def adam_update_(p: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-                 hyper: torch.Tensor) -> None:
+def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+                 hyper: Tensor) -> None:
     """One Adam step with cautious weight decay, in place.  Reference: adam_update_reference_.
 
     In    p any shape and floating dtype, contiguous; g of p's shape, any floating dtype and strides; exp_avg and
@@ -1558,24 +1589,25 @@ def adam_update_(p: torch.Tensor, g: torch.Tensor, exp_avg: torch.Tensor, exp_av
           Liang et al., "Cautious Optimizers", arXiv 2411.16085), and counts lr twice, as in the record
     Raises ValueError for a state of other shape, dtype or layout
     """
-    exact = exact_dtype(p)
-    require_in_place("p", p, p.shape, p.dtype)
-    require_in_place("exp_avg", exp_avg, p.shape, exact)
-    require_in_place("exp_avg_sq", exp_avg_sq, p.shape, exact)
-    require_in_place("hyper", hyper, torch.Size([5]), exact)
+    exact = _exact_dtype(p)
+    _require_in_place("p", p, p.shape, p.dtype)
+    _require_in_place("exp_avg", exp_avg, p.shape, exact)
+    _require_in_place("exp_avg_sq", exp_avg_sq, p.shape, exact)
+    _require_in_place("hyper", hyper, torch.Size([5]), exact)
     require(g.shape == p.shape, f"g must have p's shape {tuple(p.shape)}, got {tuple(g.shape)}; reshape it")
     if not use_kernel(p, g, exp_avg, exp_avg_sq, hyper) or exact == torch.float64:
         adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper)
     elif p.numel():
         grid = triton.cdiv(p.numel(), ADAM_TILES["BLOCK"]),
-        adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, p.numel(), **ADAM_TILES)
+        _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, p.numel(), **ADAM_TILES)
 
 
-# --- NorMuon: Nesterov momentum --------------------------------------------------------------------------------------
+# --- NorMuon: Nesterov momentum ---
+
 # Muon: Keller Jordan et al.; its neuron-wise normalized form: Li et al., "NorMuon" (arXiv 2510.05491).
 
 
-def update_dtype(g: torch.Tensor) -> torch.dtype:
+def _update_dtype(g: Tensor) -> torch.dtype:
     """bf16 for low-precision gradients, else the gradient's own."""
     return g.dtype if g.dtype in (torch.float32, torch.float64) else torch.bfloat16
 
@@ -1583,11 +1615,11 @@ def update_dtype(g: torch.Tensor) -> torch.dtype:
 def normuon_momentum_reference_(g, buf, momentum):
     wide = g.to(buf.dtype)
     buf.lerp_(wide, 1 - momentum)
-    return wide.lerp(buf, momentum).to(update_dtype(g))
+    return wide.lerp(buf, momentum).to(_update_dtype(g))
 
 
 @jit
-def momentum_kernel(g, buf, momentum, x, numel, BLOCK: tl.constexpr):
+def _momentum_kernel(g, buf, momentum, x, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = at < numel
     rate = tl.load(momentum)
@@ -1598,7 +1630,7 @@ def momentum_kernel(g, buf, momentum, x, numel, BLOCK: tl.constexpr):
     tl.store(x + at, (grad + rate * (mean - grad)).to(x.dtype.element_ty), mask=keep)
 
 
-def normuon_momentum_(g: torch.Tensor, buf: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+def normuon_momentum_(g: Tensor, buf: Tensor, momentum: Tensor) -> Tensor:
     """Nesterov momentum: buf <- buf + (1 - m)(g - buf), in place; returns X = g + m (buf - g).
 
     Reference: normuon_momentum_reference_.
@@ -1607,20 +1639,20 @@ def normuon_momentum_(g: torch.Tensor, buf: torch.Tensor, momentum: torch.Tensor
     Out   X of g's shape, contiguous, bf16 for 16-bit g, else g's dtype; g is left alone
     Raises ValueError for a state of other shape, dtype or layout
     """
-    exact = exact_dtype(g)
-    require_in_place("buf", buf, g.shape, exact)
+    exact = _exact_dtype(g)
+    _require_in_place("buf", buf, g.shape, exact)
     require(momentum.numel() == 1 and momentum.dtype == exact, f"momentum must be one element of {exact}, got "
             f"{momentum.dtype} {tuple(momentum.shape)}; pass torch.tensor(m, dtype={exact})")
     if not use_kernel(g, buf, momentum) or exact == torch.float64:
         return normuon_momentum_reference_(g, buf, momentum)
-    x = torch.empty(g.shape, dtype=update_dtype(g), device=g.device)
+    x = torch.empty(g.shape, dtype=_update_dtype(g), device=g.device)
     if g.numel():
         grid = triton.cdiv(g.numel(), MOMENTUM_TILES["BLOCK"]),
-        momentum_kernel[grid](g.contiguous(), buf, momentum, x, g.numel(), **MOMENTUM_TILES)
+        _momentum_kernel[grid](g.contiguous(), buf, momentum, x, g.numel(), **MOMENTUM_TILES)
     return x
 
 
-# --- NorMuon: variance normalization ---------------------------------------------------------------------------------
+# --- NorMuon: variance normalization ---
 
 VARIANCE_FLOOR = 1e-10  # under the second moments and under the norm: zero gradients must stay zero
 
@@ -1638,7 +1670,7 @@ def normalize_variance_reference_(x_BRC, v2, beta2):
 
 
 @jit
-def variance_kernel(x, v2, means, beta2, lines, depth, line_stride, depth_stride, LINES: tl.constexpr,
+def _variance_kernel(x, v2, means, beta2, lines, depth, line_stride, depth_stride, LINES: tl.constexpr,
                     DEPTH: tl.constexpr):
     """Mean square of each line (a row or a column) of matrix program_id(1), merged into v2 and kept in means."""
     batch = tl.program_id(1)
@@ -1659,7 +1691,7 @@ def variance_kernel(x, v2, means, beta2, lines, depth, line_stride, depth_stride
 
 
 @jit
-def rescale_kernel(x, v2, means, lines, depth, line_stride, floor, ALL_LINES: tl.constexpr, BLOCK: tl.constexpr,
+def _rescale_kernel(x, v2, means, lines, depth, line_stride, floor, ALL_LINES: tl.constexpr, BLOCK: tl.constexpr,
                    BLOCKS: tl.constexpr):
     """x *= v2^-1/2 along each line, times what keeps the matrix's Frobenius norm; every program finds that itself."""
     batch = tl.program_id(1)
@@ -1679,7 +1711,7 @@ def rescale_kernel(x, v2, means, lines, depth, line_stride, floor, ALL_LINES: tl
         tl.store(x + at, value.to(x.dtype.element_ty), mask=keep)
 
 
-def normalize_variance_(x_BRC: torch.Tensor, v2: torch.Tensor, beta2: torch.Tensor) -> None:
+def normalize_variance_(x_BRC: Tensor, v2: Tensor, beta2: Tensor) -> None:
     """Divide every row or column of each matrix by its running root mean square, keeping each matrix's norm; in place.
 
     Reference: normalize_variance_reference_.
@@ -1689,12 +1721,12 @@ def normalize_variance_(x_BRC: torch.Tensor, v2: torch.Tensor, beta2: torch.Tens
           to x's dtype
     Raises ValueError for other shapes, dtypes or layouts
     """
-    exact = exact_dtype(x_BRC)
+    exact = _exact_dtype(x_BRC)
     B, R, C = x_BRC.shape
-    require_in_place("x", x_BRC, x_BRC.shape, x_BRC.dtype)
+    _require_in_place("x", x_BRC, x_BRC.shape, x_BRC.dtype)
     require(v2.shape in ((B, R, 1), (B, 1, C)), f"v2 must be (B, R, 1) or (B, 1, C) for x {tuple(x_BRC.shape)}, got "
             f"{tuple(v2.shape)}; reduce over the shorter dimension")
-    require_in_place("v2", v2, v2.shape, exact)
+    _require_in_place("v2", v2, v2.shape, exact)
     require(beta2.numel() == 1 and beta2.dtype == exact, f"beta2 must be one element of {exact}, got {beta2.dtype} "
             f"{tuple(beta2.shape)}; pass torch.tensor(beta2, dtype={exact})")
     if not use_kernel(x_BRC, v2, beta2) or exact == torch.float64:
@@ -1704,14 +1736,13 @@ def normalize_variance_(x_BRC: torch.Tensor, v2: torch.Tensor, beta2: torch.Tens
         lines, depth, line_stride, depth_stride = (R, C, C, 1) if by_row else (C, R, 1, C)
         means = torch.empty_like(v2)
         grid = triton.cdiv(lines, VARIANCE_TILES["LINES"]), B
-        variance_kernel[grid](x_BRC, v2, means, beta2, lines, depth, line_stride, depth_stride, **VARIANCE_TILES)
+        _variance_kernel[grid](x_BRC, v2, means, beta2, lines, depth, line_stride, depth_stride, **VARIANCE_TILES)
         grid = triton.cdiv(R * C, RESCALE_TILES["BLOCK"] * RESCALE_TILES["BLOCKS"]), B
-        rescale_kernel[grid](x_BRC, v2, means, lines, depth, line_stride, VARIANCE_FLOOR,
+        _rescale_kernel[grid](x_BRC, v2, means, lines, depth, line_stride, VARIANCE_FLOOR,
                              ALL_LINES=triton.next_power_of_2(lines), **RESCALE_TILES)
 
 
-# --- NorMuon: cautious update of split weights -----------------------------------------------------------------------
-
+# --- NorMuon: cautious update of split weights ---
 
 def cautious_update_reference_(p_BRC, low, x, lr_B, wd):
     if low is None:
@@ -1731,7 +1762,7 @@ def cautious_update_reference_(p_BRC, low, x, lr_B, wd):
 
 
 @jit
-def cautious_kernel(p, low, x, lr, wd, numel, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _cautious_kernel(p, low, x, lr, wd, numel, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """Element by element, one rounding an operation: launch with enable_fp_fusion=False."""
     batch = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -1753,8 +1784,8 @@ def cautious_kernel(p, low, x, lr, wd, numel, SPLIT: tl.constexpr, BLOCK: tl.con
         tl.store(p + start + at, wide.to(p.dtype.element_ty), mask=keep)
 
 
-def cautious_update_(p_BRC: torch.Tensor, low: torch.Tensor | None, x: torch.Tensor, lr_B: torch.Tensor,
-                     wd: torch.Tensor) -> None:
+def cautious_update_(p_BRC: Tensor, low: Tensor | None, x: Tensor, lr_B: Tensor,
+                     wd: Tensor) -> None:
     """p <- p - lr x, with weight decay wd lr p where x p >= 0; in place.  Reference: cautious_update_reference_.
 
     In    p_BRC (B, R, C) contiguous. bf16: low (B, R, C) uint16 carries 16 further mantissa bits of every weight, so
@@ -1764,13 +1795,13 @@ def cautious_update_(p_BRC: torch.Tensor, low: torch.Tensor | None, x: torch.Ten
     Out   p and low updated. p is the upper half of the fp32 number, truncated, not rounded
     Raises ValueError for other shapes, dtypes or layouts
     """
-    exact = exact_dtype(p_BRC)
-    require_in_place("p", p_BRC, p_BRC.shape, p_BRC.dtype)
+    exact = _exact_dtype(p_BRC)
+    _require_in_place("p", p_BRC, p_BRC.shape, p_BRC.dtype)
     require((low is None) == (p_BRC.dtype != torch.bfloat16), f"low carries the mantissa bits that bf16 lacks, got "
             f"{'none' if low is None else low.dtype} for {p_BRC.dtype}; pass it for bf16 only")
     if low is not None:
-        require_in_place("low", low, p_BRC.shape, torch.uint16)
-    require_in_place("lr", lr_B, p_BRC.shape[:1], exact)
+        _require_in_place("low", low, p_BRC.shape, torch.uint16)
+    _require_in_place("lr", lr_B, p_BRC.shape[:1], exact)
     require(wd.numel() == 1 and wd.dtype == exact, f"wd must be one element of {exact}, got {wd.dtype} "
             f"{tuple(wd.shape)}; pass torch.tensor(wd, dtype={exact})")
     require(x.shape == p_BRC.shape, f"x must have p's shape {tuple(p_BRC.shape)}, got {tuple(x.shape)}; reshape it")
@@ -1780,60 +1811,16 @@ def cautious_update_(p_BRC: torch.Tensor, low: torch.Tensor | None, x: torch.Ten
         numel, split = p_BRC[0].numel(), low is not None
         grid = triton.cdiv(numel, CAUTIOUS_TILES["BLOCK"]), len(p_BRC)
         p = p_BRC.view(torch.uint16) if split else p_BRC
-        cautious_kernel[grid](p, low, x.contiguous(), lr_B, wd, numel, SPLIT=split, enable_fp_fusion=False,
+        _cautious_kernel[grid](p, low, x.contiguous(), lr_B, wd, numel, SPLIT=split, enable_fp_fusion=False,
                               **CAUTIOUS_TILES)
 
 
-# --- ahead-of-time compilation: what the launches above ask for, at the record's shapes -----------------------------
-
-
-def updates_aot_rows():
-    """(name, kernel, signature, constexprs, warps, stages, architectures)."""
-    def row(name, kernel, tiles, pointers, integers=(), numbers=(), **constexprs):
-        signature = pointers | dict.fromkeys(integers, "i32:16") | dict.fromkeys(numbers, "fp32")
-        constexprs |= {k: v for k, v in tiles.items() if k != "num_warps"}
-        return name, kernel, signature, constexprs, tiles["num_warps"], 3, (80, 90)
-
-    wide = dict.fromkeys(("exp_avg", "exp_avg_sq", "hyper"), "*fp32")
-    yield row("adam", adam_kernel, ADAM_TILES, dict(p="*bf16", g="*bf16") | wide, ["numel"])
-    yield row("momentum", momentum_kernel, MOMENTUM_TILES,
-              dict(g="*bf16", buf="*fp32", momentum="*fp32", x="*bf16"), ["numel"])
-    states = dict(x="*bf16", v2="*fp32", means="*fp32")
-    for name, lines, line_stride, depth_stride in ("by row", 3072, 768, 1), ("by column", 768, 1, 768):
-        strides = dict(line_stride=line_stride, depth_stride=depth_stride)
-        unit = {k: v for k, v in strides.items() if v == 1}  # Triton compiles an argument of 1 as a constant
-        yield row(f"variance {name}", variance_kernel, VARIANCE_TILES, states | dict(beta2="*fp32"),
-                  ["lines", "depth", *(strides.keys() - unit.keys())], **unit)
-        unit.pop("depth_stride", None)
-        yield row(f"rescale {name}", rescale_kernel, RESCALE_TILES, states,
-                  ["lines", "depth", *({"line_stride"} - unit.keys())], ["floor"],
-                  ALL_LINES=triton.next_power_of_2(lines), **unit)
-    yield row("cautious", cautious_kernel, CAUTIOUS_TILES,
-              dict(p="*u16", low="*u16", x="*bf16", lr="*fp32", wd="*fp32"), ["numel"], SPLIT=True)
-
-
-AOT_UPDATES = list(updates_aot_rows()) if triton else []
-
-
-# ---- head ----
-"""LM head: softcapped multi-token cross-entropy in FP8 or in the inputs' dtype, evaluation loss, transposes.
-
-Shape letters: T packed tokens, D model dim, V vocabulary, K multi-token weights.
-"""
-
-
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
-
+# === Head ===
 # z = CAP * sigmoid((logit + SHIFT) / STRETCH), so 0 < z < CAP: the log-sum-exp needs no running maximum.
 CAP, SHIFT, STRETCH = 23.0, 5.0, 7.5
 LN2 = 0.6931471805599453
 LOG2_CAP = CAP / LN2  # z in units of log 2
 # FP8 scales of activations, weights, and the logit gradient of a loss whose gradient is 1.
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_SCALE, W_SCALE, G_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448
 # In FP8 training sigma is stored in 8 bits: steps of 1 / 254, where the v3 record's bf16 has steps of 1 / 256 (from 0.5
 # to 1). z is off by at most 0.045 and p by 4.5%; the e5m2 gradient that it goes to rounds by up to 12.5%.
@@ -1841,15 +1828,14 @@ FP8_SIGMA, SIGMA_LEVELS = torch.uint8, 254
 HEAD_CHUNK = 16384  # rows whose sigmoids exist at one time (0.8 GB in FP8 training); a multiple of 16
 
 # Launch constants: the fastest of a sweep on an H200 at T 16384, D 768, V 50304 (2026-11-30, Triton 3.6).
-HEAD_PRODUCT_TILES = dict(ROWS=128, COLS=128, DEPTH=128, GROUP=64, num_warps=4, num_stages=3)
-HEAD_PRODUCT_PROGRAMS, HEAD_PRODUCT_SHARED = 2, 116 << 10  # programs a multiprocessor, bytes of shared memory for each
+# WAVES: programs a multiprocessor.
+HEAD_PRODUCT_TILES = dict(ROWS=128, COLS=128, DEPTH=128, GROUP=64, WAVES=2, num_warps=4, num_stages=3)
 HEAD_SOFTCAP_TILES = dict(COLS=4096, num_warps=8)
 HEAD_LOSS_TILES = dict(ROWS=32, TILES=128, num_warps=4)
 HEAD_GRADIENT_TILES = dict(ROWS=128, COLS=128, GROUP=16, num_warps=8)
 HEAD_GRADIENT_FP8_TILES = dict(ROWS=128, COLS=128, GROUP=128, num_warps=4)
 HEAD_TARGETS_TILES = dict(ROWS=128, num_warps=4)
-QUANTIZE_TILES = dict(ROWS=64, COLS=128, num_warps=8)
-TRANSPOSE_TILES = dict(ROWS=64, COLS=64, num_warps=4)
+HEAD_QUANTIZE_TILES = dict(ROWS=64, COLS=128, num_warps=8)
 
 
 class QuantizedHead(NamedTuple):
@@ -1858,7 +1844,7 @@ class QuantizedHead(NamedTuple):
     w8_VD: Tensor
 
 
-# --- references ---------------------------------------------------------------------------------------------------
+# --- references ---
 
 def _on_grid(x, scale, dtype):
     """x rounded to the FP8 grid of the given scale, in x's dtype."""
@@ -1940,15 +1926,7 @@ def head_cross_entropy_reference(x, lm_head, targets, chunk=1024):
     return torch.cat(losses)
 
 
-def transpose_copy_reference(src, dst):
-    dst.copy_(src.T)
-
-
-def transpose_add_reference(src, dst):
-    dst.add_(src.T)
-
-
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels ---
 
 @jit
 def _head_tile(pid, row_tiles, col_tiles, GROUP: tl.constexpr):
@@ -1956,13 +1934,6 @@ def _head_tile(pid, row_tiles, col_tiles, GROUP: tl.constexpr):
     first = pid // (GROUP * col_tiles) * GROUP
     height = min(row_tiles - first, GROUP)
     return first + pid % (GROUP * col_tiles) % height, pid % (GROUP * col_tiles) // height
-
-
-@jit
-def _to_fp8(x, LIMIT: tl.constexpr):
-    """Saturating cast (NaN stays NaN) of fp32 to e4m3 or e5m2, told apart by their largest values."""
-    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(tl.float8e4nv if LIMIT == 448.0 else tl.float8e5)
 
 
 @jit
@@ -2185,21 +2156,7 @@ def _quantize_head_kernel(src_ptr, share_ptr, dst_ptr, dst_T_ptr, R, C, padded_R
         tl.store(dst_T_ptr + c.to(tl.int64)[:, None] * padded_R + r[None, :], x8.T, mask=writable.T)
 
 
-@jit
-def _transpose_kernel(src_ptr, dst_ptr, M, N, src_m, src_n, dst_n, dst_m, ADD: tl.constexpr, ROWS: tl.constexpr,
-                      COLS: tl.constexpr):
-    """dst[n, m] = src[m, n], or += ; reads and writes both walk their contiguous dim."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    tile = tl.load(src_ptr + m.to(tl.int64)[:, None] * src_m + n.to(tl.int64)[None, :] * src_n, mask=inside).T
-    dst = dst_ptr + n.to(tl.int64)[:, None] * dst_n + m.to(tl.int64)[None, :] * dst_m
-    if ADD:
-        tile += tl.load(dst, mask=inside.T)  # low precision adds as fp32 would: the exact sum, rounded once
-    tl.store(dst, tile, mask=inside.T)
-
-
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ---
 
 def _scaled_product(a_MK, b_NK, scale_a, scale_b, out, fast=False):
     """out = a b^T * scale_a * scale_b of FP8 matrices. Gradients need fast=False, which promotes partial sums."""
@@ -2211,15 +2168,11 @@ def _scaled_product(a_MK, b_NK, scale_a, scale_b, out, fast=False):
                             out=out)
 
 
-def _padded(rows):
-    """The next multiple of 16, which FP8 products need of a dim that they contract."""
-    return -(-rows // 16) * 16
-
-
-def _quantize(src_RC, scale, *, plain=False, transposed=False, share=None):
-    """(e4m3(src / scale), its transpose), whichever is asked for; rows of zeros fill up to a multiple of 16."""
-    (R, C), tiles = src_RC.shape, QUANTIZE_TILES
-    padded_R = _padded(R)
+def _quantize_scaled(src_RC, scale, *, plain=False, transposed=False, share=None):
+    """(e4m3(src / scale), its transpose), whichever is asked for; rows of zeros fill up to a multiple of 16, which FP8
+    products need of a dim that they contract."""
+    (R, C), tiles = src_RC.shape, HEAD_QUANTIZE_TILES
+    padded_R = round_up(R, 16)
     dst = src_RC.new_empty(padded_R, C, dtype=E4M3) if plain else None
     dst_T = src_RC.new_empty(C, padded_R, dtype=E4M3) if transposed else None
     grid = triton.cdiv(padded_R, tiles["ROWS"]), triton.cdiv(C, tiles["COLS"])
@@ -2228,25 +2181,17 @@ def _quantize(src_RC, scale, *, plain=False, transposed=False, share=None):
     return dst, dst_T
 
 
-def _multiprocessors(device):
-    """How many run the FP8 product with the softcap in its epilogue: 0 where it cannot run, which takes descriptor
-    loads (Hopper and later) and shared memory (not on small cards)."""
-    if device.type != "cuda":
-        return 1
-    card = torch.cuda.get_device_properties(device)
-    return card.multi_processor_count * (card.major >= 9 and card.shared_memory_per_block_optin >= HEAD_PRODUCT_SHARED)
-
-
 def _softcapped_fp8_product(x8_TD, w8_VD, sigma_TV):
-    """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP)."""
-    (T, V), D, tiles = sigma_TV.shape, x8_TD.shape[1], HEAD_PRODUCT_TILES
-    multiprocessors = _multiprocessors(x8_TD.device)
-    if not multiprocessors:
+    """Fill sigma and return the partial sums (V tiles, T) of exp(z - CAP). The product with the softcap in its epilogue
+    takes the copy engine and the shared memory of a large card."""
+    (T, V), D, tiles = sigma_TV.shape, x8_TD.shape[1], dict(HEAD_PRODUCT_TILES)
+    card, multiprocessors = card_of(x8_TD.device)
+    if card == "small":
         logits = torch.empty(T, V, dtype=torch.bfloat16, device=x8_TD.device)
         return _softcap_rows(_scaled_product(x8_TD, w8_VD, X_SCALE, W_SCALE, logits, fast=True), sigma_TV)
     rows, cols, depth = tiles["ROWS"], tiles["COLS"], tiles["DEPTH"]
     sums = torch.empty(triton.cdiv(V, cols), T, dtype=torch.float32, device=x8_TD.device)
-    _head_product_kernel[min(triton.cdiv(T, rows) * len(sums), HEAD_PRODUCT_PROGRAMS * multiprocessors),](
+    _head_product_kernel[min(triton.cdiv(T, rows) * len(sums), tiles.pop("WAVES") * multiprocessors),](
         TensorDescriptor.from_tensor(x8_TD, [rows, depth]), TensorDescriptor.from_tensor(w8_VD, [cols, depth]),
         TensorDescriptor.from_tensor(sigma_TV, [rows, cols]), sums, T, V, D, X_SCALE * W_SCALE, SHIFT, STRETCH,
         LOG2_CAP, MASKED=V % cols > 0, HARDWARE=x8_TD.is_cuda, **tiles)
@@ -2293,29 +2238,29 @@ def _head_gradient(sigma_TV, mass_T, at_targets_KT, targets, mtp_weights, g_TV, 
         **HEAD_TARGETS_TILES)
 
 
-# --- operations that a compiler calls without looking inside ----------------------------------------------------------
+# --- operations that a compiler calls without looking inside ---
 
 def _head_outputs(x, lm_head, fp8, training):
     """loss (T,), dx for an incoming gradient of 1, and what dW needs: the logit gradient, (V, T) in e5m2 or (T, V)."""
     (T, D), V = x.shape, lm_head.shape[1]
-    loss_T = x.new_empty(T, dtype=torch.float32)
+    padded_T, loss_T = round_up(T, 16), x.new_empty(T, dtype=torch.float32)
     if not training:
         return loss_T, x.new_empty(0), x.new_empty(0)
-    return loss_T, x.new_empty(_padded(T), D), x.new_empty(V, _padded(T), dtype=E5M2) if fp8 else x.new_empty(T, V)
+    return loss_T, x.new_empty(padded_T, D), x.new_empty(V, padded_T, dtype=E5M2) if fp8 else x.new_empty(T, V)
 
 
 @torch.library.custom_op("speedrun::head_forward", mutates_args=())
-def _head_forward(x: Tensor, lm_head: Tensor, targets: Tensor, mtp_weights: Tensor, w8_DV: Optional[Tensor],
-                  w8_VD: Optional[Tensor], training: bool) -> tuple[Tensor, Tensor, Tensor]:
+def head_forward(x: Tensor, lm_head: Tensor, targets: Tensor, mtp_weights: Tensor, w8_DV: Tensor | None,
+                 w8_VD: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
     _check_head(x, lm_head, targets, mtp_weights, w8_DV)
     x, lm_head, targets, mtp_weights = (a.contiguous() for a in (x, lm_head, targets, mtp_weights.float()))
     T, V, fp8 = len(x), lm_head.shape[1], w8_DV is not None
     loss_T, dx, g = _head_outputs(x, lm_head, fp8, training)
     chunk, unit = min(T, HEAD_CHUNK), 1 / G_SCALE if fp8 else 1.0
-    x8 = _quantize(x, X_SCALE, plain=True)[0] if fp8 else None
+    x8 = _quantize_scaled(x, X_SCALE, plain=True)[0] if fp8 else None
     # FP8 keeps the transposed gradient and reuses one chunk of all else. Without it the gradient overwrites sigma.
     sigma = g if training and not fp8 else x.new_empty(chunk, V, dtype=FP8_SIGMA if fp8 else x.dtype)
-    g_chunk = x.new_empty(_padded(chunk), V, dtype=E5M2) if training and fp8 else None
+    g_chunk = x.new_empty(round_up(chunk, 16), V, dtype=E5M2) if training and fp8 else None
     for start in range(0, T, chunk):
         rows, later = slice(start, min(start + chunk, T)), targets[start:]
         sigma_TV = sigma[rows] if len(sigma) == T else sigma[:rows.stop - start]
@@ -2325,7 +2270,7 @@ def _head_forward(x: Tensor, lm_head: Tensor, targets: Tensor, mtp_weights: Tens
             sums = _softcap_rows(torch.mm(x[rows], lm_head, out=sigma_TV), sigma_TV)
         mass_T, at_targets_KT = _loss_from_sums(sigma_TV, sums, later, mtp_weights, loss_T[rows], unit)
         if training and fp8:
-            g_TV = g_chunk[:_padded(rows.stop - start)]
+            g_TV = g_chunk[:round_up(rows.stop - start, 16)]
             _head_gradient(sigma_TV, mass_T, at_targets_KT, later, mtp_weights, g_TV, g[:, start:], unit)
             _scaled_product(g_TV, w8_DV, G_SCALE, W_SCALE, dx[start:start + len(g_TV)])
         elif training:
@@ -2334,7 +2279,7 @@ def _head_forward(x: Tensor, lm_head: Tensor, targets: Tensor, mtp_weights: Tens
     return loss_T, dx, g
 
 
-@_head_forward.register_fake
+@head_forward.register_fake
 def _(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, training):
     return _head_outputs(x, lm_head, w8_DV is not None, training)
 
@@ -2345,8 +2290,8 @@ def _head_gradients(x, g, needs_x, needs_head):
 
 
 @torch.library.custom_op("speedrun::head_backward", mutates_args=())
-def _head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x: bool,
-                   needs_head: bool) -> tuple[Tensor, Tensor]:
+def head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x: bool,
+                  needs_head: bool) -> tuple[Tensor, Tensor]:
     x, grad_T = x.contiguous(), grad_T.contiguous()
     dx, dw = _head_gradients(x, g, needs_x, needs_head)
     if needs_x:
@@ -2354,13 +2299,13 @@ def _head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_
     if needs_head and g.dtype == E5M2:
         top = grad_T.abs().amax()
         share_T = grad_T / torch.where(top > 0, top, 1.0)
-        _scaled_product(_quantize(x, X_SCALE, transposed=True, share=share_T)[1], g, X_SCALE, top * G_SCALE, dw)
+        _scaled_product(_quantize_scaled(x, X_SCALE, transposed=True, share=share_T)[1], g, X_SCALE, top * G_SCALE, dw)
     elif needs_head:
         torch.mm(torch.mul(x, grad_T[:, None], out=torch.empty_like(x)).T, g, out=dw)
     return dx, dw
 
 
-@_head_backward.register_fake
+@head_backward.register_fake
 def _(x, dx_unit, g, grad_T, needs_x, needs_head):
     return _head_gradients(x, g, needs_x, needs_head)
 
@@ -2368,7 +2313,7 @@ def _(x, dx_unit, g, grad_T, needs_x, needs_head):
 @torch.library.custom_op("speedrun::quantize_head", mutates_args=())
 def _quantize_head(lm_head: Tensor) -> tuple[Tensor, Tensor]:
     _check_fp8(lm_head)
-    return _quantize(lm_head.contiguous(), W_SCALE, plain=True, transposed=True)
+    return _quantize_scaled(lm_head.contiguous(), W_SCALE, plain=True, transposed=True)
 
 
 @_quantize_head.register_fake
@@ -2402,18 +2347,18 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, lm_head, targets, mtp_weights, w8_DV, w8_VD, needs):
-        loss_T, dx_unit, g = _head_forward(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, any(needs))
+        loss_T, dx_unit, g = head_forward(x, lm_head, targets, mtp_weights, w8_DV, w8_VD, any(needs))
         ctx.save_for_backward(x, dx_unit, g)
         ctx.needs = needs
         return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
-        grads = _head_backward(*ctx.saved_tensors, grad_T, *ctx.needs)
+        grads = head_backward(*ctx.saved_tensors, grad_T, *ctx.needs)
         return *(grad if needed else None for grad, needed in zip(grads, ctx.needs)), None, None, None, None, None
 
 
-# --- public -------------------------------------------------------------------------------------------------------
+# --- public ---
 
 def _check_head(x, lm_head, targets, mtp_weights=None, w8_DV=None):
     require(x.dim() == 2 and lm_head.dim() == 2 and x.shape[1] == lm_head.shape[0] and len(x) > 0,
@@ -2481,6 +2426,34 @@ def head_cross_entropy(x, lm_head, targets, chunk=8192):
     return _head_cross_entropy(x, lm_head, targets, chunk)
 
 
+
+# === Transposes ===
+
+TRANSPOSE_TILES = dict(ROWS=64, COLS=64, num_warps=4)  # chosen as the head's above
+
+
+def transpose_copy_reference(src, dst):
+    dst.copy_(src.T)
+
+
+def transpose_add_reference(src, dst):
+    dst.add_(src.T)
+
+
+@jit
+def _transpose_kernel(src_ptr, dst_ptr, M, N, src_m, src_n, dst_n, dst_m, ADD: tl.constexpr, ROWS: tl.constexpr,
+                      COLS: tl.constexpr):
+    """dst[n, m] = src[m, n], or += ; reads and writes both walk their contiguous dim."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tile = tl.load(src_ptr + m.to(tl.int64)[:, None] * src_m + n.to(tl.int64)[None, :] * src_n, mask=inside).T
+    dst = dst_ptr + n.to(tl.int64)[:, None] * dst_n + m.to(tl.int64)[None, :] * dst_m
+    if ADD:
+        tile += tl.load(dst, mask=inside.T)  # low precision adds as fp32 would: the exact sum, rounded once
+    tl.store(dst, tile, mask=inside.T)
+
+
 def _check_transpose(src, dst):
     require(src.dim() == 2 and dst.shape == src.T.shape and src.dtype == dst.dtype,
             f"a transpose takes src (M, N) and dst (N, M) of one dtype, got {tuple(src.shape)} {src.dtype} and "
@@ -2508,44 +2481,3 @@ def transpose_add(src, dst):
     if not use_kernel(src, dst):
         return transpose_add_reference(src, dst)
     _transpose(src, dst, add=True)
-
-
-def _aot_rows():
-    """(name, kernel, signature, constexprs, warps, stages, architectures) of every launch at the real shapes."""
-    rows, bf16, fp8 = [], (80, 89, 90, 100, 120), (89, 90, 100, 120)
-
-    def add(name, kernel, archs, signature, num_warps, num_stages=3, **constexprs):
-        types = dict.fromkeys(kernel.arg_names, "fp32")
-        types |= dict.fromkeys("T V D R C M N padded_T padded_R stride_VT left src_m dst_n".split(), "i32:16")
-        types |= dict(n_weights="i32", tiles="i32", targets_ptr="*i64") | signature
-        types |= {name: "*fp32" for name, type_ in types.items() if name.endswith("_ptr") and type_ == "fp32"}
-        if "HARDWARE" in kernel.arg_names:
-            constexprs["HARDWARE"] = True
-        rows.append((name, kernel, types, constexprs, num_warps, num_stages, archs))
-
-    ROWS, COLS, DEPTH = (HEAD_PRODUCT_TILES[name] for name in ("ROWS", "COLS", "DEPTH"))
-    add("head_product", _head_product_kernel, (90, 100), dict(
-        x_desc=f"tensordesc<fp8e4nv[{ROWS}, {DEPTH}]>", w_desc=f"tensordesc<fp8e4nv[{COLS}, {DEPTH}]>",
-        sigma_desc=f"tensordesc<u8[{ROWS}, {COLS}]>"), MASKED=False, **HEAD_PRODUCT_TILES)
-    for sigma in "*bf16", "*fp32":
-        add(f"head_softcap {sigma}", _head_softcap_kernel, bf16, dict(logits_ptr="*bf16", sigma_ptr=sigma),
-            **HEAD_SOFTCAP_TILES)
-    for sigma, archs in ("*bf16", bf16), ("*u8", fp8):
-        add(f"head_loss {sigma}", _head_loss_kernel, archs, dict(sigma_ptr=sigma), **HEAD_LOSS_TILES)
-    add("head_gradient", _head_gradient_kernel, bf16, dict(sigma_ptr="*bf16", g_ptr="*bf16"), **HEAD_GRADIENT_TILES)
-    add("head_gradient_fp8", _head_gradient_fp8_kernel, fp8, dict(sigma_ptr="*u8", g_ptr="*u8", g_VT_ptr="*i32"),
-        **HEAD_GRADIENT_FP8_TILES)
-    add("head_targets", _head_targets_kernel, bf16, dict(g_ptr="*bf16"), FP8=False, g_VT_ptr=None, **HEAD_TARGETS_TILES)
-    add("head_targets_fp8", _head_targets_kernel, fp8, dict(g_ptr="*u8", g_VT_ptr="*u8"), FP8=True,
-        **HEAD_TARGETS_TILES)
-    for plain, transposed in (True, True), (True, False), (False, True):
-        add(f"quantize_head {plain} {transposed}", _quantize_head_kernel, fp8, dict(
-            src_ptr="*bf16", dst_ptr="*fp8e4nv", dst_T_ptr="*fp8e4nv"), SHARED=not plain, PLAIN=plain,
-            TRANSPOSED=transposed, **QUANTIZE_TILES)
-    for add_to, type_ in (False, "*i16"), (True, "*bf16"):
-        add(f"transpose {type_}", _transpose_kernel, bf16, dict(src_ptr=type_, dst_ptr=type_), ADD=add_to, src_n=1,
-            dst_m=1, **TRANSPOSE_TILES)
-    return rows
-
-
-AOT_HEAD = _aot_rows() if triton else []

@@ -1,0 +1,128 @@
+"""What every kernel test shares: the computed tolerance, and ahead-of-time compilation with the assembler's figures.
+
+Run as a script this file is its own compile worker: TRITON_INTERPRET decides at import whether a kernel can be
+compiled, so a test process that interprets kernels compiles them in another one.
+"""
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import triton_kernels
+
+GPU = torch.cuda.is_available()
+# On a GPU the tests run the trainer's own dtype. Interpreted, bf16 products are wrong, so there fp16 stands for it.
+DTYPES = [torch.bfloat16] if GPU else [torch.float32, torch.float16]
+LOW = DTYPES[-1]
+needs_triton = pytest.mark.skipif(triton_kernels.triton is None, reason="Triton is not installed here")
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes/block
+
+
+def rms(x):
+    return x.square().mean().sqrt().item()
+
+
+def assert_as_good_as_eager(name, got, exact, eager, slack=2.0):
+    """`got` may err from `exact` (fp64) by at most `slack` times what `eager` torch in the same low precision errs,
+    plus two units in the last place (of eager's dtype) of the largest value; the same for the root mean square of the
+    error, with one unit of the root mean square of `exact`. Returns both errors as text, for printing."""
+    unit = torch.finfo(eager.dtype).eps
+    got, exact, eager = (x.detach().to(got.device, torch.float64) for x in (got, exact, eager))
+    assert got.shape == exact.shape == eager.shape, f"{name}: shapes {[tuple(x.shape) for x in (got, exact, eager)]}"
+    if got.numel() == 0:
+        return f"{name}: empty"
+    assert torch.isfinite(got).all(), f"{name}: {(~torch.isfinite(got)).sum()} of {got.numel()} values are not finite"
+    worst, eager_worst = ((x - exact).abs().max().item() for x in (got, eager))
+    spread, eager_spread = (rms(x - exact) for x in (got, eager))
+    worst_bound = slack * eager_worst + 2 * unit * exact.abs().max().item()
+    spread_bound = slack * eager_spread + unit * rms(exact)
+    report = (f"{name}: max error {worst:.3g} (eager {eager_worst:.3g}, bound {worst_bound:.3g}), "
+              f"rms {spread:.3g} (eager {eager_spread:.3g}, bound {spread_bound:.3g})")
+    assert worst <= worst_bound and spread <= spread_bound, report
+    return report
+
+
+def aot_all(rows):
+    """Compile every row for each of its architectures, in one process, with no GPU.
+
+    A row is (name, kernel, signature, constexprs, num_warps, num_stages, archs). `signature` gives the type of each
+    run-time argument ("*bf16", "i32", "fp32", ..., a tuple of them for a tuple); pointers count as 16-byte aligned
+    unless they say "*bf16:1", integers that are multiples of 16 say so as "i32:16". Constexprs are plain values or
+    Triton dtypes.
+    Returns {(name, arch): {"registers": a thread, "spills": bytes, "shared": bytes a block}}.
+    """
+    jobs = [(kernel.fn.__module__, kernel.fn.__name__, signature, constexprs, warps, stages, arch, name)
+            for name, kernel, signature, constexprs, warps, stages, row_archs in rows
+            for arch in row_archs]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    worker = subprocess.run([sys.executable, __file__], input=pickle.dumps(jobs), capture_output=True, env=env)
+    assert worker.returncode == 0, worker.stderr.decode()[-4000:]
+    figures = json.loads(worker.stdout.decode().splitlines()[-1])
+    failed = [f"{job[-1]} for sm_{job[-2]}: {f['error']}" for job, f in zip(jobs, figures) if "error" in f]
+    assert not failed, "\n".join(failed)
+    return {(job[-1], job[-2]): f for job, f in zip(jobs, figures)}
+
+
+def assert_fits(figures, arch, max_registers=255):
+    """No spills, shared memory within the architecture's limit."""
+    limits = {"registers": max_registers, "spills": 0, "shared": SHARED_LIMIT[arch]}
+    assert all(figures[name] <= limits[name] for name in limits), f"sm_{arch}: {figures}, limits {limits}"
+
+
+def compile_job(module, kernel_name, signature, constexprs, num_warps, num_stages, arch, _name):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(import_module(module), kernel_name)
+    attrs = {}
+
+    def typed(declared, *path):
+        if isinstance(declared, tuple):
+            return tuple(typed(part, *path, i) for i, part in enumerate(declared))
+        type_, _, divisor = declared.partition(":")
+        if divisor or type_.startswith("*"):
+            attrs[path] = [["tt.divisibility", int(divisor or 16)]]
+        return type_
+
+    types = {arg: typed("constexpr" if arg in constexprs else signature[arg], i)
+             for i, arg in enumerate(kernel.arg_names)}
+    source = ASTSource(kernel, types, constexprs, attrs)
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return ptxas_figures(compiled.asm["ptx"], arch) | {"shared": compiled.metadata.shared}
+
+
+def ptxas_figures(ptx, arch):
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas" if arch < 100 else "ptxas-blackwell")
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.M)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name={target}", path, "-o", Path(folder, "kernel.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
+    return {"registers": max(map(int, re.findall(r"Used (\d+) registers", report))), "spills": spills}
+
+
+def guarded(job):
+    try:
+        return compile_job(*job)
+    except Exception:
+        return {"error": traceback.format_exc(limit=-2)}
+
+
+if __name__ == "__main__":
+    print(json.dumps([guarded(job) for job in pickle.load(sys.stdin.buffer)]))

@@ -1,0 +1,391 @@
+"""Pointwise ops: references against the formulas, kernels against the references in fp64, compiled figures."""
+import itertools
+import math
+
+import pytest
+import torch
+from aot_rows import pointwise_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_tools import DTYPES, GPU, LOW, aot_all, assert_as_good_as_eager, assert_fits, needs_triton
+
+import triton_kernels as kernels
+from triton_kernels import (
+    POINTWISE_TILES,
+    finish_heads,
+    finish_heads_reference,
+    mix,
+    mix_reference,
+    norm_rotary,
+    norm_rotary_reference,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+EPS = 2.0**-23
+AS_LAUNCHED = list(pointwise_rows()) if kernels.triton else []  # now, for the tests change the tables
+
+
+@pytest.fixture(autouse=True)
+def several_rows(monkeypatch):
+    """Interpreted, programs are slow: let each take eight rows. That also masks the last program's."""
+    if not GPU:
+        for name in POINTWISE_TILES:
+            monkeypatch.setitem(POINTWISE_TILES, name, dict(ROWS=8, num_warps=1))
+
+
+def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def results_and_gradients(op, inputs, weights, **options):
+    """Every result of op(*inputs) that is not None, then the gradient of every input, for the results' `weights`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = op(*leaves, **options)
+    results = [r for r in (results if isinstance(results, (tuple, list)) else (results,)) if r is not None]
+    return [r.detach() for r in results], torch.autograd.grad(results, leaves, [w.to(results[0]) for w in weights])
+
+
+def assert_same_in_double(op, formula, inputs, weights, **options):
+    for got, want in zip(*(sum(map(list, results_and_gradients(f, inputs, weights, **options)), [])
+                           for f in (op, formula)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def assert_kernels_match(op, reference, inputs, weights, **options):
+    """Results and gradients against fp64, no further from it than the reference in the same low precision; each
+    gradient has its input's dtype and shape, and the same bits come again."""
+    got, got_grads = results_and_gradients(op, inputs, weights, **options)
+    eager, eager_grads = results_and_gradients(reference, inputs, weights, **options)
+    exact, exact_grads = results_and_gradients(reference, [x.double() for x in inputs], weights, **options)
+    assert all(x.is_contiguous() and x.dtype == inputs[-1].dtype for x in got)
+    assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got_grads, inputs))
+    for i, values in enumerate(zip(got, exact, eager, strict=True)):
+        assert_as_good_as_eager(f"result {i}", *values)
+    for i, values in enumerate(zip(got_grads, exact_grads, eager_grads)):
+        if inputs[i].numel() > 1:
+            assert_as_good_as_eager(f"gradient {i}", *values)
+    again = results_and_gradients(op, inputs, weights, **options)
+    assert all(torch.equal(a, b) for a, b in zip([*got, *got_grads], [*again[0], *again[1]]))
+    return got_grads, exact_grads
+
+
+# --- mix ---
+def mix_formula(*inputs, normed):
+    coefs, streams = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
+    x = sum((c if c.numel() == 1 else c.view(-1, 1)) * s for c, s in zip(coefs, streams))
+    return x, x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() if normed else None
+
+
+def flat(op):
+    """op(coefs, streams) as a function of all of them in a row."""
+    def call(*inputs, normed):
+        return op(inputs[:len(inputs) // 2], inputs[len(inputs) // 2:], normed=normed)
+    return call
+
+
+def mix_inputs(kinds, T, D, dtype=torch.float64, device="cpu", scalar_dtype=None):
+    """Coefficients by letter (s: 0-d, o: one element, g: a column (T,) of a gate tensor, c: a column (T, 1)), then
+    streams, of which every other one is a slice of a wider tensor."""
+    lanes = randn(T, 11, seed=1, dtype=dtype, device=device) / 2 + 1
+    scalars = randn(8, seed=2, dtype=scalar_dtype or dtype, device=device) / 4 + 1
+    make = {"s": lambda i: scalars[i], "o": lambda i: scalars[i:i + 1], "g": lambda i: lanes[:, 2 * i],
+            "c": lambda i: lanes[:, i:i + 1]}
+    wide = [randn(T, D + 16 * (i % 2), seed=3 + i, dtype=dtype, device=device) for i in range(len(kinds))]
+    return [make[kind](i) for i, kind in enumerate(kinds)] + [x[:, :D] for x in wide]
+
+
+def weights_of(T, *shape, device="cpu"):
+    return [randn(T, *shape, seed=20 + i, device=device).to(torch.float16) for i in range(2)]  # exact in every dtype
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kinds", ["s", "sg", "ogcs", "cgsgoc"])
+@pytest.mark.parametrize("T", [1, 23])
+def test_mix_reference_is_the_formula(T, kinds, normed):
+    inputs, weights = mix_inputs(kinds, T, 24), weights_of(T, 24)[:1 + normed]
+    assert_same_in_double(flat(mix), mix_formula, inputs, weights, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("kinds, T, D", [
+    ("s", 1, 16), ("ss", 4096, 768), ("ssgg", 4099, 768), ("gcogsg", 1024, 768), ("og", 3, 2048),
+] if GPU else [
+    ("s", 1, 16), ("ss", 37, 96), ("ssgg", 35, 64), ("gcogsg", 16, 40), ("gggggg", 5, 130), ("og", 3, 2048),
+])
+def test_mix_kernels_match(kinds, T, D, normed, dtype, device, force_kernels):
+    inputs = mix_inputs(kinds, T, D, dtype, device, scalar_dtype=torch.float32)
+    weights = weights_of(T, D, device=device)[:1 + normed]
+    got, exact = assert_kernels_match(flat(mix), flat(mix_reference), inputs, weights, normed=normed)
+    for c, s, g, want, ds in zip(inputs, inputs[len(kinds):], got, exact, exact[len(kinds):]):
+        if c.numel() == 1:  # a sum of T * D numbers: random roundings of log2(T * D) levels, four standard deviations
+            size = (ds * s.double() / c.double()).norm().item()  # of the terms total * s, for ds is c * total
+            bound = 4 * torch.finfo(torch.float32).eps * (math.log2(T * D) * size + want.abs().item())
+            assert abs(g.double() - want).item() <= bound
+
+
+@needs_triton
+@settings(max_examples=5 if GPU else 15, deadline=None)  # a GPU compiles each
+@given(kinds=st.text("sogc", min_size=1, max_size=6), T=st.integers(1, 12), D=st.integers(1, 40), normed=st.booleans(),
+       wanted=st.integers(0, 2**12 - 1), seen=st.sampled_from([(0,), (1,), (0, 1)]))
+def test_mix_gives_the_gradients_that_are_wanted(kinds, T, D, normed, wanted, seen):
+    """Any subset of inputs may want gradients, any subset of the results may be used."""
+    device = "cuda" if GPU else "cpu"
+    inputs, weights = mix_inputs(kinds, T, D, torch.float32, device), weights_of(T, D, device=device)
+    used = [i for i in seen if normed or i == 0] or [0]
+    wanted = [i for i in range(len(inputs)) if wanted >> i & 1] or [0]
+
+    def gradients(op):
+        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "FORCE_KERNELS", True)
+            results = flat(op)(*leaves, normed=normed)
+            loss = sum((results[i] * weights[i]).sum() for i in used)
+            loss.backward()
+        assert all((x.grad is not None) == (i in wanted) for i, x in enumerate(leaves))
+        return [leaves[i].grad for i in wanted]
+
+    for got, want in zip(gradients(mix), gradients(mix_reference)):
+        scale = want.abs().max().item() + 1  # tiny cases: all roundings are of numbers of this size
+        torch.testing.assert_close(got, want, rtol=0, atol=64 * EPS * scale * (1 + math.sqrt(T * D)))
+
+
+def test_mix_takes_streams_whose_rows_are_not_contiguous(device, force_kernels):
+    inputs = mix_inputs("sg", 9, 32, torch.float32, device)
+    turned = [*inputs[:2], *(x.T.contiguous().T for x in inputs[2:])]
+    for got, want in zip(flat(mix)(*turned, normed=True), flat(mix)(*inputs, normed=True)):
+        assert torch.equal(got, want)
+
+
+def test_mix_norms_the_sum_before_it_is_rounded(device, force_kernels):
+    inputs = mix_inputs("sg", 40, 64, LOW, device, scalar_dtype=torch.float32)
+    x, n = flat(mix)(*inputs, normed=True)
+    exact = mix_formula(*(x.double() for x in inputs), normed=True)[1].to(n.dtype)
+    of_rounded = mix_formula(torch.ones(1, device=device).double(), x.double(), normed=True)[1].to(n.dtype)
+    assert (n == exact).float().mean() > 0.99 > 0.9 > (n == of_rounded).float().mean()
+
+
+# --- norm_rotary ---
+def rotary_formula(qk, cos, sin, *, paired, key_offset):
+    """One number at a time: pair j of head h of token t turns by row t (paired: 2t + h mod 2) of the tables."""
+    T, _, N, H = qk.shape
+    x = qk / (qk.square().mean(-1, keepdim=True) + EPS).sqrt()
+    row = (2 * torch.arange(T)[:, None] + torch.arange(N) % 2) if paired else torch.arange(T)[:, None].expand(T, N)
+    c, s = (table[row][:, None].repeat_interleave(2, -1) for table in (cos, sin))  # (T, 1, N, H/2)
+    half = x[..., :H // 2]
+    swapped = torch.stack((half[..., 1::2], -half[..., ::2]), -1).flatten(-2)
+    q, k = torch.cat((c * half + s * swapped, x[..., H // 2:]), -1).unbind(1)
+    if key_offset:
+        earlier = (torch.arange(T) - 1).clamp(min=0)
+        k = torch.cat((k[..., :H // 2], k[earlier][..., H // 2:]), -1)
+    return q, k
+
+
+def rotary_inputs(T, N, H, positions, dtype=torch.float64, device="cpu", extra=0):
+    """qk as a view of a wider linear output, and tables that are no rotation, so that cos and sin are told apart."""
+    qk = randn(T, 2 * N * H + extra, dtype=dtype, device=device)[:, :2 * N * H].view(T, 2, N, H)
+    return [qk, *(randn(positions, H // 4, seed=s, dtype=dtype, device=device) for s in (5, 6))]
+
+
+def with_tables(op, cos, sin):
+    return lambda qk, **options: op(qk, cos.to(qk.dtype), sin.to(qk.dtype), **options)
+
+
+FLAGS = list(itertools.product([False, True], [False, True]))
+
+
+@pytest.mark.parametrize("paired, key_offset", FLAGS)
+@pytest.mark.parametrize("T, N, H", [(1, 2, 4), (11, 4, 16)])
+def test_norm_rotary_reference_is_the_formula(T, N, H, paired, key_offset):
+    qk, cos, sin = rotary_inputs(T, N, H, 2 * T + 3)
+    assert_same_in_double(with_tables(norm_rotary, cos, sin), with_tables(rotary_formula, cos, sin), [qk],
+                          weights_of(T, N, H), paired=paired, key_offset=key_offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("paired, key_offset", FLAGS)
+@pytest.mark.parametrize("T, N, H, extra", [(1, 2, 16, 0), (4099, 6, 128, 16), (1001, 12, 64, 3)] if GPU
+                         else [(1, 2, 16, 0), (33, 2, 32, 0), (7, 6, 128, 16), (20, 4, 16, 3)])
+def test_norm_rotary_kernels_match(T, N, H, extra, paired, key_offset, dtype, device, force_kernels):
+    qk, cos, sin = rotary_inputs(T, N, H, 2 * T + 1, dtype, device, extra)
+    assert_kernels_match(with_tables(norm_rotary, cos, sin), with_tables(norm_rotary_reference, cos, sin), [qk],
+                         weights_of(T, N, H, device=device), paired=paired, key_offset=key_offset)
+
+
+def test_norm_rotary_with_one_result_unused(device, force_kernels):
+    qk, cos, sin = rotary_inputs(6, 2, 16, 6, torch.float32, device)
+    for used in 0, 1:
+        grads = []
+        for op in norm_rotary, norm_rotary_reference:
+            leaf = qk.detach().requires_grad_()
+            op(leaf, cos, sin, paired=False, key_offset=True)[used].sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+        assert not grads[0][:, 1 - used].any()
+
+
+# --- finish_heads ---
+def finish_formula(y, v, alpha=None, gate=None):
+    if alpha is not None:
+        u = v / v.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-4)
+        y = y - alpha.tanh()[..., None] * (y * u).sum(-1, keepdim=True) * u
+    return y if gate is None else y * gate[..., None]
+
+
+GIVEN = ["alpha gate", "alpha", "gate"]
+
+
+def finish_inputs(given, T, N, H, dtype=torch.float64, device="cpu", extra=0):
+    """y and v (tokens `extra` numbers apart), then columns of one gate tensor."""
+    y, v = (randn(T, N * H + extra, seed=s, dtype=dtype, device=device)[:, :N * H].view(T, N, H) for s in (1, 2))
+    lanes = randn(T, 3 * N + 1, seed=3, dtype=dtype, device=device)
+    return [y, v] + [lanes[:, 1:N + 1]] * ("alpha" in given) + [lanes[:, 2 * N:3 * N]] * ("gate" in given)
+
+
+def named(op, given):
+    """op(y, v, *columns), where `given` names the columns; v takes part in the graph even if it is not read."""
+    def call(y, v, *columns):
+        columns = dict(zip(given.split(), columns))
+        return op(y, v, columns.get("alpha"), columns.get("gate")) + (0 if "alpha" in given else 0 * v)
+    return call
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("T, N, H", [(1, 1, 5), (13, 3, 16)])
+def test_finish_heads_reference_is_the_formula(T, N, H, given):
+    inputs = finish_inputs(given, T, N, H)
+    assert_same_in_double(named(finish_heads, given), named(finish_formula, given), inputs, weights_of(T, N, H)[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("T, N, H, extra", [(1, 1, 16, 0), (4099, 6, 128, 16), (1001, 12, 64, 1)] if GPU
+                         else [(1, 1, 16, 0), (21, 3, 32, 0), (5, 6, 128, 16), (18, 2, 16, 1)])
+def test_finish_heads_kernels_match(T, N, H, extra, given, dtype, device, force_kernels):
+    inputs = finish_inputs(given, T, N, H, dtype, device, extra)
+    assert_kernels_match(named(finish_heads, given), named(finish_heads_reference, given), inputs,
+                         weights_of(T, N, H, device=device)[:1])
+
+
+def test_finish_heads_with_values_too_small_to_normalize(device, force_kernels):
+    """Below |v| = 1e-4 the direction is v / 1e-4, and v's gradient keeps its part along v; v = 0 gives no NaN."""
+    y, v, alpha, gate = finish_inputs("alpha gate", 6, 2, 16, torch.float32, device)
+    v = v * torch.tensor([0, 1e-6, 1e-5, 1e-3, 1, 1e3], device=device).view(-1, 1, 1)
+    inputs, weights = [y, v, alpha, gate], weights_of(6, 2, 16, device=device)[:1]
+    _, got = results_and_gradients(finish_heads, inputs, weights)
+    _, exact = results_and_gradients(finish_formula, [x.double() for x in inputs], weights)
+    for g, e in zip(got, exact):
+        if e.isnan().any():  # the formula's own derivative at v = 0
+            g, e = g[1:], e[1:]
+        largest = e.abs().amax(-1, keepdim=True)
+        assert ((g - e).abs() <= 64 * EPS * largest).all()
+    assert all(x.isfinite().all() for x in got)
+
+
+def test_full_exclusion_leaves_nothing_along_the_value(device, force_kernels):
+    y, v, alpha = finish_inputs("alpha", 9, 2, 32, torch.float32, device)
+    z = finish_heads(y, v, torch.full_like(alpha, 40.0), None)
+    along = (z.double() * torch.nn.functional.normalize(v.double(), dim=-1)).sum(-1)
+    assert along.abs().max() <= 16 * EPS * y.abs().max()
+    assert torch.equal(finish_heads(y, v, torch.zeros_like(alpha), None), y)
+
+
+# --- all three ---
+def every_op(device, dtype=torch.float32):
+    """(op, reference, inputs, options, number of results)"""
+    qk, cos, sin = rotary_inputs(16, 2, 16, 32, dtype, device)
+    rotary = [with_tables(op, cos, sin) for op in (norm_rotary, norm_rotary_reference)]
+    yield "mix", flat(mix), flat(mix_reference), mix_inputs("sgo", 16, 32, dtype, device), dict(normed=True), (32,)
+    yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
+    inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
+    yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
+
+
+@pytest.mark.parametrize("rows", [2, 32] if GPU else [1, 2, 4, 32])
+def test_rows_of_a_program_change_nothing(rows, device, force_kernels, monkeypatch):
+    for name in POINTWISE_TILES:
+        monkeypatch.setitem(POINTWISE_TILES, name, dict(ROWS=rows, num_warps=4 if rows > 4 else 1))
+    for name, op, reference, inputs, options, shape in every_op(device):
+        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        assert_kernels_match(op, reference, inputs, weights, **options)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("which", [0, 1], ids=["kernels", "references"])
+def test_trace_whole(which, device, force_kernels):
+    """Forward and backward in one graph, references and kernels alike."""
+    for name, *ops, inputs, options, shape in every_op(device):
+        op = ops[which]
+        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+        for got, want in zip(*(sum(map(list, results_and_gradients(f, inputs, weights, **options)), [])
+                               for f in (compiled, op))):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.no_poison
+def test_operators_are_registered_right(device):
+    """Fake results agree with real ones in shape, dtype and stride; nothing aliases or is written to."""
+    ops, check = torch.ops.speedrun, torch.library.opcheck
+    inputs = mix_inputs("sgc", 8, 32, torch.float32, device)
+    coefs, streams, (dx, dn) = inputs[:3], inputs[3:], (w.float() for w in weights_of(8, 32, device=device))
+    for normed in False, True:
+        check(ops.mix_forward, (coefs, streams, normed))
+        check(ops.mix_backward, (dx, dn if normed else None, coefs, streams, [True, False, True] + [normed] * 3))
+    qk, cos, sin = rotary_inputs(8, 2, 16, 16, torch.float32, device)
+    dq, dk = (w.float() for w in weights_of(8, 2, 16, device=device))
+    for flags in FLAGS:
+        check(ops.norm_rotary_forward, (qk, cos, sin, *flags))
+        check(ops.norm_rotary_backward, (dq, dk, qk, cos, sin, *flags))
+    y, v, alpha, gate = finish_inputs("alpha gate", 8, 2, 16, torch.float32, device)
+    for columns in (alpha, gate), (alpha, None), (None, gate):
+        check(ops.finish_heads_forward, (y, v, *columns))
+        check(ops.finish_heads_backward, (dq, y, v, *columns))
+
+
+def rotated(x, N, cos, sin=None, paired=False):
+    return norm_rotary(x.view(-1, 2, N, 16), cos, cos if sin is None else sin, paired=paired, key_offset=False)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda x, c: mix([], [], normed=False), "1 to 6 streams"),
+    (lambda x, c: mix([c], [x, x], normed=False), "as many coefficients"),
+    (lambda x, c: mix([c, c], [x, x[1:]], normed=False), "share one non-empty shape"),
+    (lambda x, c: mix([c, c], [x, x.double()], normed=False), "share one floating-point dtype"),
+    (lambda x, c: mix([c[1:]], [x], normed=False), "one number, or one for each token"),
+    (lambda x, c: mix([c], [x.to("meta")], normed=False), "move them there"),
+    (lambda x, c: norm_rotary(x, c, c, paired=False, key_offset=False), r"\(T, 2, N, H\)"),
+    (lambda x, c: rotated(x, 1, x[:, :4], paired=True), "even number"),
+    (lambda x, c: rotated(x, 1, x[:3, :4]), "longer tables"),
+    (lambda x, c: rotated(x, 2, x[:3, :4], paired=True), "4 or more"),
+    (lambda x, c: rotated(x, 1, x[:, :4], x[:, :4].half()), "cast"),
+    (lambda x, c: finish_heads(x, x, c, None), "share one non-empty shape"),
+    (lambda x, c: finish_heads(x[None], x[None].half(), c, None), "share one floating-point dtype"),
+    (lambda x, c: finish_heads(x[None], x[None], None, None), "not both be None"),
+    (lambda x, c: finish_heads(x[None], x[None], c, None), "one number for each head"),
+    (lambda x, c: finish_heads(x[None], x[None], c[None].to("meta"), None), "move them there"),
+])
+def test_refused_in_a_sentence(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(torch.randn(8, 16), torch.randn(8))
+
+
+@pytest.mark.parametrize("call", [
+    lambda: mix([torch.ones(1)], [torch.ones(2, 2049)], normed=True),
+    lambda: mix([torch.ones(1)], [torch.ones(2, 8).double()], normed=True),
+    lambda: norm_rotary(torch.ones(2, 2, 2, 24), *[torch.ones(4, 6)] * 2, paired=False, key_offset=False),
+    lambda: finish_heads(*[torch.ones(2, 2, 8)] * 2, torch.ones(2, 2), None),
+])
+def test_kernels_name_their_limits(call, force_kernels):
+    with pytest.raises(ValueError, match="the kernels take .*REFERENCE_OPS=1"):
+        call()
+
+
+# --- compiled ---
+@needs_triton
+def test_compiled_kernels_fit():
+    """No spills, and registers for 16 warps on a multiprocessor, whose loads in flight keep device memory busy."""
+    for (name, arch), figures in aot_all(AS_LAUNCHED).items():
+        assert_fits(figures, arch, max_registers=128)
+        # the pairs of a head and their angles lie in the same threads: no shared memory, no barrier
+        assert figures["shared"] == 0 or not name.startswith("norm_rotary"), name
