@@ -2145,6 +2145,7 @@ def run(cfg: RunConfig) -> None:
         if runtime.device.type == "cuda":
             free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
             log.say(f"free memory: {free:.1f} of {total:.1f} GiB on {torch.cuda.get_device_name()}")
+            log.say("repeatable: first weights and data order; losses only to rounding, as GPU sums change their order")
         log.say(f"attention: {attention} ({why}); fp8: {'on' if fp8 else 'off'} ({why_fp8})")
         tokens = " / ".join(str(stage.batch_tokens) for stage in (*cfg.schedule.stages, cfg.schedule.extension))
         log.say(f"tokens per step: {tokens}, as {runtime.accum} micro-batches on each of {runtime.world_size} ranks")

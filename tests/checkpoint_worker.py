@@ -79,7 +79,7 @@ def rank_of_a_run(cfg: RunConfig, folder: Path, rank: int, world_size: int, port
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    train_gpt.COLLECTIVE_TIMEOUT = timedelta(seconds=3 if moment[0] == "hang" else 30)
+    train_gpt.COLLECTIVE_TIMEOUT = timedelta(seconds=3 if moment[0] == "hang" else 120)
     if rank == (0 if moment[0] == "write" else world_size - 1):
         MOMENTS[moment[0]](moment[1])
     os._exit(main_with(cfg))

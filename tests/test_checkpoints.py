@@ -342,7 +342,7 @@ def processes(target, world_size: int, *arguments) -> list:
     return started
 
 
-def ended(started: list, timeout: float = 60) -> list[int]:
+def ended(started: list, timeout: float = 240) -> list[int]:
     """Exit codes; what does not end is killed and counts as hanging."""
     limit = time.monotonic() + timeout
     for process in started:
@@ -363,7 +363,7 @@ def test_other_world_sizes(whole, workplace, world_size):
     """
     first, out = state_file(whole, "whole", 4), workplace / "result.json"
     started = processes(group, world_size, tiny(), workplace, free_port(), str(first), str(out))
-    assert ended(started, 100) == [0] * world_size
+    assert ended(started) == [0] * world_size
     result = json.loads(out.read_text())
     one = tensors(state_file(whole, "whole", 7))
     for name in result["losses"]:
@@ -390,7 +390,7 @@ def test_other_world_sizes(whole, workplace, world_size):
 SEED = random.randrange(2**32)
 SOMETIME = [round(random.Random(SEED + k).uniform(0.1, 1.5), 2) for k in range(2)]  # seconds after the first step
 CAMPAIGNS = {  # world sizes, taken in turn; where a rank dies; each attempt resumes what the ones before it left
-    "one rank": ((1,), ["update 1", "write 1", f"seconds {SOMETIME[0]}", "split 1", "validation 1", "nothing 0"]),
+    "one rank": ((1,), ["update 1", "write 1", "split 1", f"seconds {SOMETIME[0]}", "validation 1", "nothing 0"]),
     "more ranks": ((2, 4), ["split 1", f"seconds {SOMETIME[1]}", "nothing 0"]),
 }
 
@@ -419,7 +419,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_the_unbroken_one(whole, 
 
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(workplace):
     started = processes(rank_of_a_run, 2, tiny(run_id="a"), workplace, free_port(), ("hang", 3))
-    started[0].join(30)
+    started[0].join(240)
     started[1].kill()
     assert started[0].exitcode == 1
     told = (workplace / "rank0.out").read_text()
@@ -437,7 +437,7 @@ def start(cfg, folder: Path, moment=("nothing", 0.0)):
 
 
 def wait_for(path: Path, text: str) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     while not (path.exists() and text in path.read_text().split("=" * 100)[-1]):
         assert time.monotonic() < limit, f"{text} does not appear in {path}"
         time.sleep(0.02)
@@ -489,7 +489,7 @@ def test_torchrun_passes_its_signal_on(whole, call, workplace):
     wait_for(workplace / "logs" / "a.txt", "step:2/301 train_time")
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     process.terminate()
-    told = process.communicate(timeout=60)[0]
+    told = process.communicate(timeout=240)[0]
     [path] = (workplace / "logs" / "a").iterdir()
     step = int(path.stem[-6:])
     assert process.returncode != 0 and f"error: SIGTERM stopped the run after step {step} of 301" in told
