@@ -513,8 +513,6 @@ def launched_ranks() -> tuple[int, int, int]:
     told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
     if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
         raise ValueError(f"ranks must be whole numbers below WORLD_SIZE; got {told}: start with torchrun.")
-    if int(values[2]) > 1 and not os.environ.get("MASTER_ADDR"):
-        raise ValueError(f"several ranks need MASTER_ADDR and MASTER_PORT; got {told} alone: start with torchrun.")
     return tuple(map(int, values))
 
 
@@ -557,11 +555,11 @@ def check_choices(cfg: RunConfig) -> str:
     gpu = torch.cuda.is_available()
     if cfg.fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
         return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
-    if not gpu and cfg.attention not in ("auto", "reference"):
-        return f"attention={cfg.attention} needs a GPU: use attention=auto or attention=reference on the CPU."
     if cfg.attention == "fa4":
         return "attention=fa4 is not built into this version: use attention=auto, triton or torch."
-    return ""
+    if gpu or cfg.attention in ("auto", "reference"):
+        return ""
+    return f"attention={cfg.attention} needs a GPU: use attention=auto or attention=reference on the CPU."
 
 
 def check_compiler() -> str:
@@ -661,8 +659,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Append a line to the file and show it."""
         if self.file:
-            tqdm.write(text)  # goes above a progress bar
-            sys.stdout.flush()
+            print(text, flush=True)
             self.write(text)
 
     def embed(self, name: str, text: str) -> None:
@@ -1629,20 +1626,15 @@ def split_piece(
 
 
 def packed_batch(
-    tokens: np.ndarray,
-    boundaries: np.ndarray,
-    cu_len: int,
-    bigram_rows: int,
-    device: torch.device,
-    used: int | None = None,
+    tokens: np.ndarray, starts: np.ndarray, cu_len: int, bigram_rows: int, device: torch.device, used: int | None = None
 ) -> Batch:
-    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `boundaries` start with 0.
+    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `starts` begin with 0.
 
     Positions from `used` on are filling: they have no target.
     """
     inputs = tokens[:-1].astype(np.int32)
     cu_seqlens = np.full(cu_len, len(inputs), dtype=np.int32)
-    cu_seqlens[: len(boundaries)] = boundaries
+    cu_seqlens[: len(starts)] = starts
     targets = tokens[1:].astype(np.int64)
     if used is not None:
         targets[used:] = -1
@@ -2023,6 +2015,7 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
                 clock.stop()
                 val_loss, ms = trainer.validate(step), 1000 * clock.seconds
                 per_step = ms / max(step, 1)
+                bar.clear()
                 log.say(f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{per_step:.2f}ms")
                 watch.check("validation loss", step, val_loss)
                 clock.start()
@@ -2183,7 +2176,7 @@ def main(argv: list[str]) -> int:
         if cfg.show:
             print(format_table(TABLES[cfg.show](cfg)))
         elif world_size := os.environ.get("PREFLIGHT_WORLD_SIZE"):  # run.sh asks before it starts torchrun
-            if not world_size.isdecimal():
+            if not world_size.lstrip("-").isdecimal():
                 raise ValueError(f"the number of GPUs must be a whole number; got {world_size}: set NPROC= to one.")
             prepare(cfg, int(world_size))
         else:
