@@ -2185,7 +2185,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, Stopped) as problem:
         told, code = str(problem), getattr(problem, "code", 2)
     except KeyboardInterrupt:
-        told, code = "interrupted before training started: nothing was saved.", 130
+        told, code = "interrupted outside the training loop: nothing new was saved.", 130
     rank = os.environ.get("RANK", "")
     if rank in ("", "0") or not (rank.isdecimal() and os.environ.get("WORLD_SIZE")):  # other ranks know the same
         print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)

@@ -1,7 +1,6 @@
 """Runs of test_checkpoints.py in processes of their own, which may be killed: one rank each, without torchrun.
 
-As a program it is a whole run of the small configuration, for signals and for torchrun: python checkpoint_worker.py
-'{"run_id": "a"}' [seconds that each step sleeps].
+As a program it is a whole run of the small configuration, for torchrun: python checkpoint_worker.py '{"run_id": "a"}'.
 """
 
 import io
@@ -61,7 +60,7 @@ def half_a_file(state, file) -> None:
 SAVE = torch.save
 # Where a rank can die: a kind and a number.
 MOMENTS = {
-    "seconds": lambda n: threading.Timer(n, DIE).start(),
+    "seconds": lambda n: before(NorMuonAndAdam, "step", 1, threading.Timer(n, DIE).start),
     "update": lambda n: before(NorMuonAndAdam, "step", n, DIE),
     "split": lambda n: before(NorMuonAndAdam, "split_embed", n, DIE),
     "validation": lambda n: before(Trainer, "validate", n, DIE),
@@ -80,15 +79,16 @@ def rank_of_a_run(cfg: RunConfig, folder: Path, rank: int, world_size: int, port
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    if moment[0] == "hang":
-        train_gpt.COLLECTIVE_TIMEOUT = timedelta(seconds=3)
+    train_gpt.COLLECTIVE_TIMEOUT = timedelta(seconds=3 if moment[0] == "hang" else 30)
     if rank == (0 if moment[0] == "write" else world_size - 1):
         MOMENTS[moment[0]](moment[1])
     os._exit(main_with(cfg))
 
 
 def group(cfg: RunConfig, folder: Path, rank: int, world_size: int, port: int, first: str, out: str) -> None:
-    """One process group for all that needs one: resume, an unbroken run, a run resumed at equal world size, NaN."""
+    """One process group for all that needs one: a run from `first` on and, on two ranks, one that is whole, one that
+    goes on from that one's state, and one whose loss is no number on one rank.
+    """
     os.chdir(folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     checkpoints.Watch.EVERY = 2  # steps: the run is short
@@ -105,14 +105,15 @@ def group(cfg: RunConfig, folder: Path, rank: int, world_size: int, port: int, f
         step = trainer.train_step
         trainer.train_step = lambda n, batches: step(n, batches) * (float("nan") if rank == 1 else 1.0)
 
-    result = {"resumed": run(f"from1on{world_size}", first), "whole": run(f"on{world_size}")}
-    result["again"] = run(f"again{world_size}", f"logs/on{world_size}/state_step000004.pt")
-    try:
-        run(f"nan{world_size}", poison=nan_on_rank_1)
-    except train_gpt.Stopped as stop:
-        told = [None] * world_size
-        torch.distributed.all_gather_object(told, (str(stop), stop.code, stop.agreed))
-        result["told"] = told
+    result = {"losses": {"moved": run("moved", first)}}
+    if world_size == 2:
+        result["losses"]["whole"] = run("whole")
+        result["losses"]["again"] = run("again", "logs/whole/state_step000004.pt")
+        try:
+            run("nan", poison=nan_on_rank_1)
+        except train_gpt.Stopped as stop:
+            result["told"] = [None] * world_size
+            torch.distributed.all_gather_object(result["told"], (str(stop), stop.code, stop.agreed))
     if runtime.main:
         Path(out).write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
@@ -120,7 +121,4 @@ def group(cfg: RunConfig, folder: Path, rank: int, world_size: int, port: int, f
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if len(sys.argv) > 2:
-        before_step = Trainer.train_step
-        Trainer.train_step = lambda *given: (time.sleep(float(sys.argv[2])), before_step(*given))[1]
     sys.exit(main_with(tiny(**json.loads(sys.argv[1]))))

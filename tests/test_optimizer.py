@@ -123,6 +123,7 @@ def test_gradients_wait_for_the_odd_step():
 def test_snapshot_restores_exactly():
     params = golden_params()
     optimizer = NorMuonAndAdam(params)
+    drive(params, optimizer)
     before = {name: p.detach().clone() for name, p in params.items()}
     saved = optimizer.snapshot()
     drive(params, optimizer)
@@ -133,6 +134,8 @@ def test_snapshot_restores_exactly():
             p.copy_(before[name])
     drive(params, optimizer)
     assert all(torch.equal(p, first[name]) for name, p in params.items())
+    optimizer.restore()
+    assert not optimizer.split and not any(own.any() for _, _, own in optimizer.tensors())
 
 
 # Record 61: fewer parameters, other multipliers, beta2 and matrix shapes. Sizes are stand-ins.
