@@ -697,12 +697,13 @@ def _packages() -> dict[str, str]:
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-RMS_EPS = torch.finfo(torch.float32).eps  # also for bf16, whose own epsilon would swamp embeddings of size 0.005
+Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dim without gain, fp32 inside for low-precision input."""
-    return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
+def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
+    coefs, streams = zip(*mixture)
+    return kernels.mix(coefs, streams, normed=normed)
 
 
 def yarn(long_windows: Iterable[int], head_dim: int) -> tuple[Tensor, float]:
@@ -726,10 +727,10 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
-    """Add a gated share of the previous token's embedding to each token but the first."""
+def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor, one: Tensor) -> Mixture:
+    """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
     gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(e_TD[1:, : gate_w.shape[-1]], gate_w))
-    return torch.cat((e_TD[:1], e_TD[1:] + gate * e_TD[:-1]))
+    return [(one, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
 
 
 def gate_lanes(
@@ -826,15 +827,6 @@ class Streams(NamedTuple):
     caches: dict[str, Tensor]
     norms: dict[str, Tensor | None]  # norm of each cache that attention reads
     gates: dict[tuple[str, int], Tensor]
-
-
-Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
-
-
-def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
-    coefs, streams = zip(*mixture)
-    return kernels.mix(coefs, streams, normed=normed)
 
 
 def _pad(rows: int, multiple: int) -> int:
@@ -973,15 +965,15 @@ class GPT(nn.Module):
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Streams]:
         """Input of layer 0, its norm, and the streams all layers share."""
         tokens, planes = batch.inputs, self.cfg.value_planes
-        bigram = F.embedding(batch.bigram_rows, self.bigram_embed)
+        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1])
         if self.cfg.sign_rows:
             bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
-        first_rows = torch.arange(planes, device=tokens.device, dtype=tokens.dtype)[:, None] * self.cfg.vocab_padded
-        value_embeds = F.embedding(first_rows + tokens, self.value_embeds).unbind()
-        x0 = norm(smear(F.embedding(tokens, self.embed), self.smear_gate, w.scalars[-2]))
-        gates, one = self.gate(x0, post=False), x0.new_ones(())
+        embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
+        one = embedding.new_ones(())
+        _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2], one), normed=True)
+        gates = self.gate(x0, post=False)
         x, n = mix([(one, x0), (gates["bigram", 0], bigram)], normed=True)
-        return x, n, Streams(x0, bigram, value_embeds, one, {"embed": x}, {}, gates)
+        return x, n, Streams(x0, bigram, tuple(value_embeds), one, {"embed": x}, {}, gates)
 
     def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
@@ -1021,14 +1013,16 @@ class GPT(nn.Module):
     def residual(self, i: int, x: Tensor, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
         """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
         gates = {name: s.gates[name, i] for name in INJECT if (name, i) in s.gates}
+        # attention is linear in V: a lambda of all of V may as well scale its output
+        lam = w.scalars[2 * i + 1] * (w.scalars[2 * i] if self.cfg.plan[i].value_embed is None else 1)
         if mu is None:  # layer 0's bigram gate already made its input
             inject = [(gates[name], getattr(s, name)) for name in gates if (name, i) != ("bigram", 0)]
-            return [(w.resid[2 * i], x), (w.out[2 * i], y), *inject]
+            return [(w.resid[2 * i], x), (w.out[2 * i] * lam, y), *inject]
         # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
         embed, mid, again = (mu["attn_resid"] * r for r in mu["residual"].split(1, dim=-1))
         return [
             (mu["attn_resid"] + again, x),
-            (mu["attn_out"], y),
+            (mu["attn_out"] * lam, y),
             (embed + gates.get("x0", mu["x0"]), s.caches["embed"]),
             (mid, s.caches["mid"]),
             (gates.get("bigram", mu["bigram"]), s.bigram),
@@ -1052,16 +1046,15 @@ class GPT(nn.Module):
     def attention(
         self, i: int, n: Tensor, extra: Mixture, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> Tensor:
-        """Attention of layer i from its normed input n, output projection included."""
+        """Attention of layer i from its normed input n, output projection included but for its lambda."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
         w_qk, w_v, w_o = w.qk[slot].view(2 * D, D), w.vo[2 * slot], w.vo[2 * slot + 1]
-        lam_in, lam_out = w.scalars[2 * i], w.scalars[2 * i + 1]
-        qk = F.linear(n, lam_in * w_qk).view(T, 2, N, -1)
+        qk = F.linear(n, w.scalars[2 * i] * w_qk).view(T, 2, N, -1)
         q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
-        v = F.linear(n, lam_in * w_v)
+        v = F.linear(n, w_v)
         if extra:
-            v, _ = mix([(s.one, v.view(T * N, -1)), *extra], normed=False)
+            v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
         y = attend(q, k, v, cu_seqlens, window=window, scale=view.scale, paired=spec.paired, view=view)
@@ -1072,7 +1065,7 @@ class GPT(nn.Module):
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
-        return F.linear(y.reshape(T, D), lam_out * w_o)
+        return F.linear(y.reshape(T, D), w_o)
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""

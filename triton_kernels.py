@@ -14,6 +14,7 @@ Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
   Pointwise                            residual mixing with its norm, norm and rotary, XSA and attention gate
+  Lookup                               rows of tables, whose gradient is added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
   Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
@@ -953,6 +954,135 @@ def finish_heads(y, v, alpha, gate):
         return finish_heads_reference(y, v, alpha, gate)
     _require_kernel_heads(y, "finish_heads_reference")
     return _FinishHeads.apply(y, v, alpha, gate)
+
+
+# === Lookup ===
+# Rows of tables, and their gradient added straight into the tables' persistent gradient buffers: a micro-batch touches
+# a few percent of the rows, so a dense gradient a lookup (zeros, scatter, then an add) would move many times the bytes.
+
+LOOKUP_TILES = dict(RUN=64, num_warps=2)  # RUN: longest run of equal rows that one program sums; not swept
+
+
+def lookup_add_reference(grad_VD: Tensor, rows_T: Tensor, d_TD: Tensor) -> None:
+    """grad[rows[t]] += d[t], in place."""
+    grad_VD.index_add_(0, rows_T.long(), d_TD)
+
+
+@jit
+def _lookup_add_kernel(
+    grad_ptr, partial_ptr, sorted_ptr, order_ptr, first_ptr, d_ptr, T, stride_d, D: tl.constexpr, COLUMNS: tl.constexpr,
+    RUN: tl.constexpr, COMBINE: tl.constexpr,
+):
+    """Program t sums the run of equal rows that starts at sorted position t, or the RUN positions of a longer one.
+
+    Runs of up to RUN are added to their row at once. Longer ones leave one fp32 sum a chunk, at its first position;
+    with COMBINE those are added up. Every sum goes in the order of positions, so results repeat bit for bit.
+    """
+    t = tl.program_id(0)
+    row = tl.load(sorted_ptr + t)
+    start = tl.load(first_ptr + t)
+    place = t - start  # in the run
+    d = tl.arange(0, COLUMNS)
+    inside = d < D
+    last_of_chunk = tl.minimum(start + (place // RUN + 1) * RUN, T)
+    longer = tl.load(sorted_ptr + tl.minimum(start + RUN, T - 1)) == row
+    longer = longer & (start + RUN < T)
+    if COMBINE:
+        if (place == 0) & longer:
+            total = tl.zeros((COLUMNS,), tl.float32)
+            at = t
+            while at < T:
+                if tl.load(sorted_ptr + at) == row:
+                    total += tl.load(partial_ptr + at.to(tl.int64) * D + d, mask=inside, other=0.0)
+                    at += RUN
+                else:
+                    at = T
+            out = grad_ptr + row.to(tl.int64) * D + d
+            total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+    else:
+        if place % RUN == 0:
+            total = tl.zeros((COLUMNS,), tl.float32)
+            at = t
+            while at < last_of_chunk:
+                if tl.load(sorted_ptr + at) == row:
+                    source = tl.load(order_ptr + at).to(tl.int64)
+                    total += tl.load(d_ptr + source * stride_d + d, mask=inside, other=0.0).to(tl.float32)
+                    at += 1
+                else:
+                    at = last_of_chunk
+            if longer:
+                tl.store(partial_ptr + t.to(tl.int64) * D + d, total, mask=inside)
+            else:
+                out = grad_ptr + row.to(tl.int64) * D + d
+                total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Tensor) -> None:
+    """grad[rows[t]] += d[t] in place, summed in fp32 and rounded once a row; `order` comes from `lookup_order`.
+
+    grad_VD  (V, D) contiguous, fp32 or 16 bit, D up to 2048
+    d_TD     (T, D), rows of any stride, columns contiguous
+    """
+    sorted_rows, positions, first = order
+    (T, D), width = d_TD.shape, grad_VD.shape[1]
+    require(len(sorted_rows) == T and D == width,
+            f"d must be {(len(sorted_rows), width)}, one row for each looked-up row, not {tuple(d_TD.shape)}: reshape")
+    require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: allocate it so")
+    if not use_kernel(grad_VD, d_TD) or grad_VD.dtype == torch.float64:
+        return lookup_add_reference(grad_VD, sorted_rows, d_TD[positions.long()])
+    d_TD = d_TD if d_TD.stride(1) == 1 else d_TD.contiguous()
+    partial = torch.empty(T, D, dtype=torch.float32, device=grad_VD.device)
+    for combine in (False, True):
+        _lookup_add_kernel[(T,)](
+            grad_VD, partial, sorted_rows, positions, first, d_TD, T, d_TD.stride(0), D=D,
+            COLUMNS=triton.next_power_of_2(D), COMBINE=combine, **LOOKUP_TILES)
+
+
+def lookup_order(rows_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(T,) each: rows in ascending order, the positions they come from, where each one's run of equals starts."""
+    sorted_rows, positions = torch.sort(rows_T, stable=True)
+    first = torch.searchsorted(sorted_rows, sorted_rows, out_int32=True)
+    return sorted_rows, positions.int(), first
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_T, planes, *tables):
+        ctx.rows, ctx.planes, ctx.tables = rows_T, planes, tables
+        ctx.set_materialize_grads(False)
+        parts = [part for table, n in zip(tables, planes) for part in table.chunk(n)]
+        return tuple(torch.nn.functional.embedding(rows_T, part) for part in parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        order, grads = lookup_order(ctx.rows), iter(grads)
+        for table, n in zip(ctx.tables, ctx.planes):
+            if table.grad is None:
+                table.grad = torch.zeros_like(table)
+            for part in table.grad.chunk(n):
+                if (grad := next(grads)) is not None:
+                    lookup_add_(part, order, grad)
+        return (None,) * (2 + len(ctx.tables))
+
+
+def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Tensor, ...]:
+    """The same rows of several leaf tables: one (T, D) tensor for each plane of each table.
+
+    rows_T  (T,) int32 or int64, each below every plane's number of rows
+    tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
+
+    The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
+    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32 in the order of positions. Raises
+    ValueError.
+    """
+    require(len(tables) == len(planes) and all(len(t) % n == 0 for t, n in zip(tables, planes)),
+            f"tables must hold whole planes, not {[tuple(t.shape) for t in tables]} in {list(planes)}: pad them")
+    require(rows_T.dim() == 1 and rows_T.dtype in (torch.int32, torch.int64),
+            f"rows must be (T,), int32 or int64, not {tuple(rows_T.shape)} {rows_T.dtype}: flatten and cast them")
+    require(all(t.is_leaf for t in tables), "tables must be leaf tensors, whose .grad can be added to: pass parameters")
+    return _Lookup.apply(rows_T, tuple(planes), *tables)
 
 
 # === Symmetric products ===

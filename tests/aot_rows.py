@@ -65,6 +65,14 @@ def pointwise_rows():
                   N=6, H=128, **{x: None for x in absent if x in kernel.arg_names})
 
 
+def lookup_rows():
+    signature = {"grad_ptr": "*bf16", "partial_ptr": "*fp32", "d_ptr": "*bf16", "T": "i32:16", "stride_d": "i32:16"}
+    signature |= {f"{x}_ptr": "*i32" for x in ("sorted", "order", "first")}
+    for combine in False, True:
+        yield row(f"lookup add {combine=}", kernels._lookup_add_kernel, (80, 90), signature, kernels.LOOKUP_TILES,
+                  D=768, COLUMNS=1024, COMBINE=combine)
+
+
 def matrix_rows():
     for card, archs in ("large", (90,)), ("small", (80, 89)):
         for name, unit, line, step in (("xxt", "depth_stride", "row_stride", False),
