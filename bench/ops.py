@@ -386,7 +386,8 @@ def time_us(op: Callable, case: Case, backward: bool = False, replays: int = 12)
 def ceilings(fp8: bool) -> dict[str, float]:
     """Bytes or FLOPs a second of this GPU: a large copy, large products."""
     x, cell = torch.randn(8192, 8192, device="cuda").bfloat16(), torch.ones((), device="cuda")
-    ops = {"copy": (x.repeat(8, 1).clone, 2 * 8 * x.nbytes), "bf16": (lambda: x @ x, 2 * 8192**3)}
+    big = x.repeat(8, 1)
+    ops = {"copy": (partial(torch.empty_like(big).copy_, big), 2 * big.nbytes), "bf16": (lambda: x @ x, 2 * 8192**3)}
     if fp8:
         x8 = x.to(kernels.E4M3)
         ops["fp8"] = (
