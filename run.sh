@@ -65,7 +65,8 @@ demo)
 test)
     shift
     choose_python requirements-dev.txt $run_modules pytest xdist hypothesis scipy matplotlib
-    exec "$python" -m pytest "$@"
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a worker: the tensors are small
+    exec "$python" -m pytest -q -n auto --maxprocesses 8 "$@"
     ;;
 train) shift ;;
 -h | --help | help)

@@ -14,7 +14,7 @@ Jump with: grep -n '^# === §' train_gpt.py
   §5 Optimizer   NorMuonAndAdam: scatter, work, finish, split
   §6 Data        shards, BOS-aligned batches, validation batches, bigram hash
   §7 Schedule    pure functions of the step
-  §8 Training    warm-up, timed loop, validation
+  §8 Training    warm-up, timed loop, validation, checkpoints
   §9 main
 
 Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V padded vocabulary, S document boundaries.
@@ -40,6 +40,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -49,9 +50,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
+import checkpoints
 import dc_triton_kernels
 import triton_kernels as kernels
+from checkpoints import Stopped, copy_into
 
 # === §1 Config ===
 # Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
@@ -344,8 +348,8 @@ class RunConfig:
     bos_id: int = 50256  # token that starts every document
     fp8: str = "auto"  # auto|on|off
     attention: str = "auto"  # auto|triton|fa4|torch|reference
-    checkpoint_every: int = 0  # steps; 0: none
-    resume: str = ""  # a checkpoint to go on from
+    checkpoint_every: int = 0  # steps, and once before the last validation; 0: only when interrupted
+    resume: str = ""  # a checkpoint to go on from: its file, a run's name, or latest
     run_id: str = ""  # names the log; empty: a random one
     show: str = ""  # plan|gates|params|schedule: print that table and stop
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -473,6 +477,8 @@ def validated(cfg: RunConfig) -> RunConfig:
 PIECES = 8  # a global batch is cut into as many pieces on any number of GPUs, so that all of them see the same data
 ROOT = Path(__file__).resolve().parent
 SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py")  # what a run is made of: embedded in its log
+MAY_DIFFER = {"run_id", "resume", "checkpoint_every", "val_every", "show"}  # options, where a run goes on
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after so long without the other ranks, one gives up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,17 +577,25 @@ def check_logs(folder: Path, run_id: str) -> str:
     return ""
 
 
-def prepare(cfg: RunConfig, world_size: int) -> "DataPlan":
-    """Look at everything a run needs, before any GPU work. Raises ValueError with a sentence a line for each fault."""
+def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
+    """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line a fault."""
     problems = [check_world_size(cfg, world_size), check_device(cfg, world_size), check_logs(Path("logs"), cfg.run_id)]
-    plan = None
+    plan = saved = None
     try:
+        if cfg.resume:
+            saved = checkpoints.read_to_resume(cfg.resume, facts(cfg), MAY_DIFFER, blank_state(cfg))
         plan = data_plan(cfg, PIECES if problems[0] else max(PIECES, world_size))
     except ValueError as problem:
         problems.append(str(problem))
     if found := [problem for problem in problems if problem]:
         raise ValueError("\n".join(found))
-    return plan
+    return plan, saved
+
+
+def facts(cfg: RunConfig) -> dict[str, dict]:
+    """What a run is: its options and the start of each source's sha256. Both must agree where another goes on."""
+    sources = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16] for name in SOURCES}
+    return {"config": {name: getattr(cfg, name) for name in OPTIONS}, "sources": sources}
 
 
 def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
@@ -593,7 +607,7 @@ def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
         torch.set_num_threads(1)  # toy tensors: more threads would mostly wait for each other
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return Runtime(rank=rank, world_size=world_size, device=device)
 
 
@@ -601,26 +615,20 @@ def try_gpu(runtime: Runtime) -> None:
     """One tiny kernel and one tiny collective, so that a broken tool chain says so now. Raises ValueError."""
     if runtime.device.type != "cuda":
         return
+    what = "Triton kernel"
+    remedy = "check gcc, Python's headers, the driver and that the folder of TRITON_CACHE_DIR can be written."
     try:
         source = torch.arange(6.0, device=runtime.device).view(2, 3)
         kernels.transpose_copy(source, target := torch.empty(3, 2, device=runtime.device))
-        runtime.sync()
-    except Exception as problem:  # whatever a compiler, linker or driver may raise
-        raise ValueError(
-            f"a first Triton kernel failed ({type(problem).__name__}: {str(problem).strip().splitlines()[-1]}): check "
-            "gcc, Python's headers, the driver and that the folder of TRITON_CACHE_DIR can be written."
-        ) from problem
-    assert torch.equal(target, source.T), "a transposed copy must equal the transpose"
-    if runtime.world_size > 1:
-        total = torch.ones((), device=runtime.device)
-        try:
-            dist.all_reduce(total)
-            runtime.sync()
-        except Exception as problem:
+        assert torch.equal(target, source.T), "a transposed copy must equal the transpose"
+        if runtime.world_size > 1:
             version = ".".join(map(str, torch.cuda.nccl.version()))
-            raise ValueError(
-                f"a first all-reduce failed on rank {runtime.rank} (NCCL {version}): set NCCL_DEBUG=INFO to see why."
-            ) from problem
+            what, remedy = f"all-reduce (NCCL {version})", "set NCCL_DEBUG=INFO to see why."
+            dist.all_reduce(source)
+            runtime.sync()
+    except Exception as problem:  # whatever a compiler, linker or driver may raise
+        why = f"{type(problem).__name__}: {str(problem).strip().splitlines()[-1]}"
+        raise ValueError(f"a first {what} failed on rank {runtime.rank} ({why}): {remedy}") from problem
 
 
 class RunLog:
@@ -656,22 +664,22 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
     """Everything needed to repeat the run: source, commit, configuration, versions, hardware."""
     for name, text in sources.items():
         log.embed(name, text)
-    log.write(log.RULE)
-    log.write(f"run_id: {log.path.stem}" if log.path else "run_id: none")
-    log.write(f"commit: {_commit()}")
-    log.write(f"config: {json.dumps({name: getattr(cfg, name) for name in OPTIONS})}")
-    log.write(f"Running Python {sys.version}".replace("\n", " "))
-    log.write(f"Running PyTorch {torch.__version__}")
-    log.write(f"Running Triton version {kernels.triton.__version__ if kernels.triton else 'not installed'}")
-    log.write(f"packages: {json.dumps(_packages())}")
-    if runtime.device.type == "cuda":
-        log.write(f"hardware: {runtime.world_size} x {torch.cuda.get_device_name()}")
-    else:
-        log.write(f"hardware: cpu ({platform.machine()}), {torch.get_num_threads()} threads")
-    log.write(f"world_size: {runtime.world_size}")
-    if runtime.device.type == "cuda" and shutil.which("nvidia-smi"):
-        log.write(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
-    log.write(log.RULE)
+    cuda = runtime.device.type == "cuda"
+    gpus = f"{runtime.world_size} x {torch.cuda.get_device_name()}" if cuda else ""
+    lines = [
+        f"run_id: {log.path.stem if log.path else 'none'}",
+        f"commit: {_commit()}",
+        f"config: {json.dumps({name: getattr(cfg, name) for name in OPTIONS})}",
+        f"Running Python {sys.version}".replace("\n", " "),
+        f"Running PyTorch {torch.__version__}",
+        f"Running Triton version {kernels.triton.__version__ if kernels.triton else 'not installed'}",
+        f"packages: {json.dumps(_packages())}",
+        f"hardware: {gpus or f'cpu ({platform.machine()}), {torch.get_num_threads()} threads'}",
+        f"world_size: {runtime.world_size}",
+    ]
+    if cuda and shutil.which("nvidia-smi"):
+        lines.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
+    log.write("\n".join([log.RULE, *lines, log.RULE]))
 
 
 def _commit() -> str:
@@ -686,9 +694,8 @@ def _commit() -> str:
 
 
 def _packages() -> dict[str, str]:
-    names = ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm")
     found = {}
-    for name in names:
+    for name in ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -944,6 +951,13 @@ class GPT(nn.Module):
 
     def forward(self, batch: Batch, view: View, mtp_weights: Tensor | None = None) -> Tensor:
         """Weighted multi-token loss while training (mtp_weights given), plain next-token cross-entropy otherwise."""
+        x = self.features(batch, view)
+        if mtp_weights is None:
+            return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
+        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
+
+    def features(self, batch: Batch, view: View) -> Tensor:
+        """What the head reads, (T, D)."""
         w = self.weights()
         x, n, s = self.embed_inputs(batch, w)
         for i, spec in enumerate(self.cfg.plan):
@@ -952,10 +966,7 @@ class GPT(nn.Module):
             x, n = self.layer(i, x, n, w, s, batch.cu_seqlens, view)
             if spec.save_as:
                 s.caches[spec.save_as], s.norms[spec.save_as] = x, n
-        x = self.recombine(x, s)
-        if mtp_weights is None:
-            return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
-        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
+        return self.recombine(x, s)
 
     def weights(self) -> Weights:
         lambdas = (table.to(self.embed.dtype).flatten().unbind() for table in (self.resid_lambdas, self.post_lambdas))
@@ -1164,8 +1175,8 @@ class NorMuonAndAdam:
         named = dict(params)
         check_param_table(table, named)
         self.config, self.rank, self.world_size = config or OptimConfig(), rank, world_size
-        self.split = "embed" not in named or "lm_head" not in named  # nothing is tied without both
         self.states = {spec.label: self._new_state(spec, named[spec.label]) for spec in table}  # scatter_order
+        self.split = self.never_tied = not {"embed", "lm_head"} <= set(named)
         self.work_order = sorted(self.states.values(), key=lambda state: state.spec.work)
         self._agreed: dict[tuple[bool, bool], frozenset[str]] = {}
         self._lay_out_hyper()
@@ -1336,32 +1347,41 @@ class NorMuonAndAdam:
         head, embed = self.states["lm_head"], self.states["embed"]
         embed.steps = head.steps
         for name in ("exp_avg", "exp_avg_sq"):
-            own = getattr(head, name)
-            full = own
-            if self.world_size > 1:
-                full = own.new_empty(head.param.shape)
-                dist.all_gather_into_tensor(full, own)
-            getattr(embed, name).copy_(full.T.chunk(self.world_size)[self.rank])
+            getattr(embed, name).copy_(self.gathered(head, getattr(head, name)).T.chunk(self.world_size)[self.rank])
 
-    STATE_TENSORS = ("exp_avg", "exp_avg_sq", "momentum", "second_moment", "mantissa")
+    def gathered(self, state: ParamState, own: Tensor) -> Tensor:
+        """One of a state's tensors with the rows of all ranks. NCCL knows no uint16, so bytes travel."""
+        if state.replicated or self.world_size == 1:
+            return own
+        full = own.new_empty(self.world_size * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(full.view(torch.uint8), own.view(torch.uint8))
+        return full
 
-    def snapshot(self) -> dict[str, object]:
-        """A copy of this rank's state, for `restore`."""
-        states = {
-            label: {name: t.clone() for name in self.STATE_TENSORS if (t := getattr(state, name)) is not None}
-            for label, state in self.states.items()
-        }
-        return {"split": self.split, "steps": {k: s.steps for k, s in self.states.items()}, "states": states}
-
-    def restore(self, saved: dict[str, object]) -> None:
-        """Go back to a snapshot, in place."""
-        self.split = saved["split"]
+    def tensors(self) -> Iterator[tuple[str, ParamState, Tensor]]:
+        """Name, parameter's state and own slice of every tensor that an update needs besides weight and gradient."""
         for label, state in self.states.items():
-            state.steps = saved["steps"][label]
+            for name in ("exp_avg", "exp_avg_sq", "momentum", "second_moment", "mantissa"):
+                if (own := getattr(state, name)) is not None:
+                    yield f"{label}.{name}", state, own
+
+    def snapshot(self, keep: Callable[[str, Tensor], object] = lambda _, full: full.clone()) -> dict[str, dict | bool]:
+        """The state of all ranks together, whatever their number, without gradients; `keep` picks what to hold."""
+        steps = {label: state.steps for label, state in self.states.items()}
+        tensors = {name: keep(name, self.gathered(state, own)) for name, state, own in self.tensors()}
+        return {"split": self.split, "steps": steps, "tensors": tensors}
+
+    def restore(self, saved: dict[str, dict | bool] | None = None) -> None:
+        """Take over a snapshot or, without one, the first state: in place, gradients zero. Padding may be absent."""
+        self.split = saved["split"] if saved else self.never_tied
+        for label, state in self.states.items():
+            state.steps = saved["steps"][label] if saved else 0
             if state.param.grad is not None:
                 state.param.grad.zero_()
-            for name, tensor in saved["states"][label].items():
-                getattr(state, name).copy_(tensor)
+        for name, state, own in self.tensors():
+            own.zero_()
+            if saved:
+                full = saved["tensors"][name]
+                copy_into(own, full if state.replicated else full[self.rank * len(own) :][: len(own)])
 
 
 # === §6 Data ===
@@ -1408,14 +1428,9 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> None:
     """Write tokens (ids below 65536) as a shard; the file appears under its name only when it is whole."""
     path, header = Path(path), np.zeros(SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(header.tobytes())
-            file.write(np.asarray(tokens).astype("<u2").tobytes())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with checkpoints.whole_file(path) as file:
+        file.write(header.tobytes())
+        file.write(np.asarray(tokens).astype("<u2").tobytes())
 
 
 def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
@@ -1863,14 +1878,14 @@ TABLES = {"plan": plan_rows, "gates": gate_rows, "params": param_rows, "schedule
 
 
 # === §8 Training ===
-# Owns warm-up, the timed loop and validation. What the clock counts is FROZEN: changing it breaks comparison of times.
+# Owns warm-up, timed loop, validation, checkpoints. What the clock counts is FROZEN: changing it spoils comparisons.
 
 
 class Clock:
-    """Training time in seconds: stopped during validation, with the device idle at every start and stop."""
+    """Training time in seconds: stopped to validate and save, with the device idle at every start and stop."""
 
-    def __init__(self, runtime: Runtime):
-        self.runtime, self.seconds, self.started = runtime, 0.0, None
+    def __init__(self, runtime: Runtime, seconds: float = 0.0):
+        self.runtime, self.seconds, self.started = runtime, seconds, None
 
     def start(self) -> None:
         self.runtime.sync()
@@ -1895,11 +1910,8 @@ class MicroStep:
     """
 
     def __init__(self, model: GPT, scale: float, filled: bool):
-        self.model, self.scale, self.filled = (
-            model,
-            scale,
-            filled,
-        )  # ranks average, so scale makes 1/8 of all tokens' sum
+        self.model, self.filled = model, filled
+        self.scale = scale  # ranks average, so it makes 1/8 of all tokens' sum
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if model.embed.is_cuda else None
 
@@ -1955,12 +1967,14 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(
             self.model.named_parameters(), cfg.table, cfg.optim, rank=runtime.rank, world_size=runtime.world_size
         )
-        parameters = list(self.model.parameters())
-        for parameter in parameters:  # persistent: products, graphs and reductions always meet the same buffers
+        for (
+            parameter
+        ) in self.model.parameters():  # persistent: products, graphs and reductions always meet the same buffers
             parameter.grad = torch.zeros_like(parameter)
         self.micro_step = MicroStep(self.model, runtime.world_size / PIECES, cfg.micro_splits > 1)
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: graphs hold on to their tables
         self.stage = None
+        self.facts = facts(cfg)  # of the sources as they are now
         self.enter(0)
 
     def enter(self, step: int) -> None:
@@ -1995,15 +2009,10 @@ class Trainer:
     def validate(self, step: int, limit: int | None = None) -> float:
         """Mean next-token cross-entropy in nats over val_tokens (or over `limit` sequences), always without FP8."""
         self.enter(step)
-        view = view_at(self.cfg, step, attention=self.attention)._replace(max_len=self.cfg.schedule.val_chunk)
-        if step == self.cfg.total_steps:
-            view = view._replace(long=self.cfg.schedule.final_long * self.cfg.schedule.window_block)
-        batches = itertools.islice(val_batches(self.cfg, self.plan, self.runtime), limit)
-        losses = [self.model(batch, view).mean() for batch in batches]
-        # sum and count: with more than eight ranks some have no sequence
-        total = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
-        for loss in losses:
-            total[0] += loss
+        view = val_view(self.cfg, step, self.attention)
+        total = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)  # with over eight ranks some have none
+        for batch in itertools.islice(val_batches(self.cfg, self.plan, self.runtime), limit):
+            total[0] += self.model(batch, view).mean()
             total[1] += 1
         if self.runtime.world_size > 1:
             dist.all_reduce(total)
@@ -2014,61 +2023,87 @@ class Trainer:
         steps = warmup_steps(self.cfg)
         log.say("Compiling model and warming up kernels")
         log.say(f"Sampling steps {steps} for warmup")
-        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        state = self.optimizer.snapshot()
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         for step in steps:
             loader = TrainLoader(self.cfg, self.plan, self.runtime, first_step=step)
             self.validate(step, limit=1)
             self.train_step(step, next(loader))
             loader.close()
         self.validate(self.cfg.total_steps, limit=1)
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(weights[name])
-        self.optimizer.restore(state)
-        self.stage = None
+        self.load({"model": weights, "optimizer": None})
         self.enter(0)
         log.say("Resetting Model")
 
+    def save(self, log: RunLog, step: int, seconds: float) -> Path:
+        """Write the run's state as logs/<run_id>/state_step<step>.pt. Collective; if it fails, Stopped on all ranks."""
+        state = {"step": step, "seconds": seconds, "world_size": self.runtime.world_size, **self.facts}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.snapshot}
+        path = Path("logs") / (log.path.stem if log.path else "") / f"state_step{step:06d}.pt"
+        checkpoints.save(path, state, blank_state(self.cfg), self.runtime.rank, self.runtime.world_size)
+        log.say(f"saved {path} (clock stopped)")
+        return path
 
-def train(trainer: Trainer, log: RunLog) -> float:
-    """The timed loop. Returns the final validation loss."""
-    cfg, runtime = trainer.cfg, trainer.runtime
-    total, loader, clock = cfg.total_steps, TrainLoader(cfg, trainer.plan, runtime), Clock(runtime)
-    bar = progress_bar(total, enabled=runtime.main and cfg.preset == "demo")
-    val_loss = math.nan
-    clock.start()
-    for step in range(total + 1):
-        if step % cfg.val_every == 0 or step == total:
-            clock.stop()
-            val_loss = trainer.validate(step)
-            ms = 1000 * clock.seconds
-            log.say(
-                f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-            )
-            clock.start()
-        if step == total:
-            break
-        trainer.train_step(step, next(loader))
-        ms = 1000 * clock.now()
-        line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
-        log.write(line) if bar else log.say(line)
-        if bar:
+    @torch.no_grad()
+    def load(self, saved: dict) -> None:
+        """Go on from a state, in place, so that graphs stay valid."""
+        for name, held in self.model.state_dict().items():
+            copy_into(held, saved["model"][name])
+        self.optimizer.restore(saved["optimizer"])
+        self.stage = None
+
+
+def blank_state(cfg: RunConfig) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a state's tensors, model and optimizer: those of one rank, without data."""
+    plan = parameter_plan(cfg.model)
+    params = {label: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for label, p in plan.items()}
+    return params | NorMuonAndAdam(params, cfg.table).snapshot()["tensors"]
+
+
+def val_view(cfg: RunConfig, step: int, attention: str) -> View:
+    """The view of a validation after so many steps; the last one looks further back."""
+    view = view_at(cfg, step, attention=attention)._replace(max_len=cfg.schedule.val_chunk)
+    last = cfg.schedule.final_long * cfg.schedule.window_block
+    return view._replace(long=last) if step == cfg.total_steps else view
+
+
+def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
+    """The timed loop, from the start or from a saved state. Returns the final validation loss."""
+    cfg, runtime, total = trainer.cfg, trainer.runtime, trainer.cfg.total_steps
+    first, seconds = (saved["step"], saved["seconds"]) if saved else (0, 0.0)
+    if saved:
+        trainer.load(saved)
+    loader, clock = TrainLoader(cfg, trainer.plan, runtime, first), Clock(runtime, seconds)
+    limit = 2 * math.log(cfg.model.vocab_padded)  # twice the loss of equal guesses
+    watch = checkpoints.Watch(runtime.rank, runtime.world_size, runtime.device, limit)
+    bar = tqdm(total=total, initial=first, unit="step", ncols=88, disable=not (runtime.main and cfg.preset == "demo"))
+    val_loss, due = math.nan, False
+    with watch.signals(), bar, contextlib.closing(loader):
+        clock.start()
+        for step in range(first, total + 1):
+            if cfg.checkpoint_every and step > first:
+                due |= step % cfg.checkpoint_every == 0 or step == total
+            if (due or watch.agreed) and (not adam_steps(step) or step == total):  # no gradient waits for an Adam step
+                clock.stop()
+                path, due = trainer.save(log, step, clock.seconds), False
+                clock.start()
+                watch.leave(f"after step {step} of {total}: go on with resume={path}")
+            if step % cfg.val_every == 0 or step == total:
+                clock.stop()
+                val_loss, ms = trainer.validate(step), 1000 * clock.seconds
+                per_step = ms / max(step, 1)
+                log.say(f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{per_step:.2f}ms")
+                watch.check("validation loss", step, val_loss)
+                clock.start()
+            if step == total:
+                break
+            loss = trainer.train_step(step, next(loader))
+            ms = 1000 * clock.now()
+            line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
+            log.say(line) if bar.disable else log.write(line)
+            watch.observe(step, loss, PIECES / stage_at(cfg, step).batch_tokens / sum(mtp_weights(cfg, step)))
             bar.update()
             bar.set_postfix_str(f"val_loss {val_loss:.4f}")
-    if bar:
-        bar.close()
-    loader.close()
     return val_loss
-
-
-def progress_bar(total: int, enabled: bool):
-    """A tqdm bar for people; None where the step lines themselves go to the screen."""
-    if not enabled:
-        return None
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="step", ncols=88)
 
 
 # === §9 main ===
@@ -2094,23 +2129,12 @@ def choose_fp8(wanted: str, device: torch.device) -> tuple[bool, str]:
     return able and wanted != "off", "as asked" if wanted != "auto" else f"this device has {'' if able else 'no '}FP8"
 
 
-def report_demo(demo, plan: DataPlan, cfg: RunConfig, loss: float, log: RunLog) -> None:
-    """Set the demo's loss beside what counting byte pairs reaches on the same text."""
-    train_tokens = np.concatenate([read_shard(shard.path) for shard in plan.train])
-    val_tokens = read_shard(plan.val[0])[: cfg.val_tokens + 1]
-    baseline = demo.bigram_baseline(train_tokens, val_tokens, cfg.vocab_size)
-    verdict = "below" if loss < baseline else "not below"
-    log.say(
-        f"final val_loss {loss:.4f}, {verdict} the {baseline:.4f} of a bigram-count model of the same text, nats/byte"
-    )
-
-
 def run(cfg: RunConfig) -> None:
-    """One whole run on this rank. Raises ValueError, the same on every rank, for what a user can mend."""
+    """One whole run on this rank. Raises ValueError, the same on every rank, for what a user can mend, and Stopped."""
     demo = importlib.import_module("data.demo_text") if cfg.preset == "demo" else None
     sources = project_sources()  # before anything slow, so that an edit during the run cannot reach the log
     rank, local_rank, world_size = launched_ranks()
-    plan = prepare(cfg, world_size)
+    plan, saved = prepare(cfg, world_size)
     runtime = start_runtime(local_rank, rank, world_size)
     try:
         try_gpu(runtime)
@@ -2124,17 +2148,19 @@ def run(cfg: RunConfig) -> None:
         log.say(f"attention: {attention} ({why}); fp8: {'on' if fp8 else 'off'} ({why_fp8})")
         tokens = " / ".join(str(stage.batch_tokens) for stage in (*cfg.schedule.stages, cfg.schedule.extension))
         log.say(f"tokens per step: {tokens}, as {runtime.accum} micro-batches on each of {runtime.world_size} ranks")
-        trainer = Trainer(cfg, plan, runtime, attention, fp8)
+        if saved:
+            ms, ranks = round(1000 * saved["seconds"]), saved["world_size"]
+            log.say(f"resumed: {saved['path']} (step {saved['step']}, clock {ms}ms, written by {ranks} ranks)")
+        with checkpoints.telling(runtime.rank, runtime.world_size, log, cfg.micro_splits):
+            trainer = Trainer(cfg, plan, runtime, attention, fp8)
+            if runtime.device.type == "cuda":
+                trainer.warm_up(log)
+            loss = train(trainer, log, saved)
         if runtime.device.type == "cuda":
-            trainer.warm_up(log)
-        loss = train(trainer, log)
-        if runtime.device.type == "cuda":
-            allocated, reserved = (
-                f() // 2**20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-            )
-            log.say(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+            peaks = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
+            log.say("peak memory allocated: {} MiB reserved: {} MiB".format(*peaks))
         if demo and runtime.main:
-            report_demo(demo, plan, cfg, loss, log)
+            log.say(demo.verdict(loss, plan, cfg))
         if runtime.main:
             print(f"log: {log.path}")
     finally:
@@ -2143,7 +2169,7 @@ def run(cfg: RunConfig) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Options in, exit code out: 0, or 2 after one sentence per problem on stderr."""
+    """Options in, exit code out: 0; 2 after a sentence a problem on stderr; Stopped's own; 130 for an early Ctrl+C."""
     try:
         cfg = parse_options(argv)
         if cfg.show:
@@ -2152,11 +2178,14 @@ def main(argv: list[str]) -> int:
             prepare(cfg, int(world_size))
         else:
             run(cfg)
-    except ValueError as problem:
-        if (os.environ.get("RANK") or "0") == "0":
-            print("\n".join(f"error: {line}" for line in str(problem).splitlines()), file=sys.stderr)
-        return 2
-    return 0
+        return 0
+    except (ValueError, Stopped) as problem:
+        told, code = str(problem), getattr(problem, "code", 2)
+    except KeyboardInterrupt:
+        told, code = "interrupted before training started: nothing was saved.", 130
+    if (os.environ.get("RANK") or "0") == "0":
+        print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

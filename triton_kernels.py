@@ -14,7 +14,7 @@ Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
   Pointwise                            residual mixing with its norm, norm and rotary, XSA and attention gate
-  Lookup                               rows of tables, whose gradient is added in place
+  Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
   Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
@@ -960,7 +960,8 @@ def finish_heads(y, v, alpha, gate):
 # Rows of tables, and their gradient added straight into the tables' persistent gradient buffers: a micro-batch touches
 # a few percent of the rows, so a dense gradient a lookup (zeros, scatter, then an add) would move many times the bytes.
 
-LOOKUP_TILES = dict(RUN=64, num_warps=2)  # RUN: longest run of equal rows that one program sums; not swept
+# RUN: positions of a run of equal rows that one program sums. Chosen by count, not swept.
+LOOKUP_TILES = dict(RUN=64, num_warps=2)
 
 
 def lookup_add_reference(grad_VD: Tensor, rows_T: Tensor, d_TD: Tensor) -> None:
@@ -970,8 +971,8 @@ def lookup_add_reference(grad_VD: Tensor, rows_T: Tensor, d_TD: Tensor) -> None:
 
 @jit
 def _lookup_add_kernel(
-    grad_ptr, partial_ptr, sorted_ptr, order_ptr, first_ptr, d_ptr, T, stride_d, D: tl.constexpr, COLUMNS: tl.constexpr,
-    RUN: tl.constexpr, COMBINE: tl.constexpr,
+    grad_ptr, partial_ptr, sorted_ptr, order_ptr, first_ptr, d_ptr, T, stride_d,
+    D: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, COMBINE: tl.constexpr,
 ):
     """Program t sums the run of equal rows that starts at sorted position t, or the RUN positions of a longer one.
 
@@ -1026,10 +1027,10 @@ def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Ten
     d_TD     (T, D), rows of any stride, columns contiguous
     """
     sorted_rows, positions, first = order
-    (T, D), width = d_TD.shape, grad_VD.shape[1]
-    require(len(sorted_rows) == T and D == width,
-            f"d must be {(len(sorted_rows), width)}, one row for each looked-up row, not {tuple(d_TD.shape)}: reshape")
-    require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: allocate it so")
+    T, D = d_TD.shape
+    require((len(sorted_rows), grad_VD.shape[1]) == (T, D),
+            f"d must be ({len(sorted_rows)}, {grad_VD.shape[1]}), not {tuple(d_TD.shape)}: give each row its gradient")
+    require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: make it so")
     if not use_kernel(grad_VD, d_TD) or grad_VD.dtype == torch.float64:
         return lookup_add_reference(grad_VD, sorted_rows, d_TD[positions.long()])
     d_TD = d_TD if d_TD.stride(1) == 1 else d_TD.contiguous()
@@ -1041,7 +1042,7 @@ def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Ten
 
 
 def lookup_order(rows_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(T,) each: rows in ascending order, the positions they come from, where each one's run of equals starts."""
+    """Rows in ascending order, the positions they come from, and where each one's run of equals starts; (T,) each."""
     sorted_rows, positions = torch.sort(rows_T, stable=True)
     first = torch.searchsorted(sorted_rows, sorted_rows, out_int32=True)
     return sorted_rows, positions.int(), first
@@ -1074,11 +1075,10 @@ def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Ten
     tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
 
     The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
-    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32 in the order of positions. Raises
-    ValueError.
+    use loss.backward(), not autograd.grad. Repeated rows are summed in fp32, by position. Raises ValueError.
     """
     require(len(tables) == len(planes) and all(len(t) % n == 0 for t, n in zip(tables, planes)),
-            f"tables must hold whole planes, not {[tuple(t.shape) for t in tables]} in {list(planes)}: pad them")
+            f"tables must hold whole planes, not {[len(t) for t in tables]} rows in {list(planes)}: pad them")
     require(rows_T.dim() == 1 and rows_T.dtype in (torch.int32, torch.int64),
             f"rows must be (T,), int32 or int64, not {tuple(rows_T.shape)} {rows_T.dtype}: flatten and cast them")
     require(all(t.is_leaf for t in tables), "tables must be leaf tensors, whose .grad can be added to: pass parameters")

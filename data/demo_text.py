@@ -163,6 +163,16 @@ def bigram_baseline(train_tokens: np.ndarray, val_tokens: np.ndarray, vocab_size
     return float(-np.log(probability).mean())
 
 
+def verdict(loss: float, plan, cfg) -> str:
+    """A run's final loss beside what counting byte pairs reaches on the same text; a DataPlan and a RunConfig."""
+    from train_gpt import read_shard
+
+    train = np.concatenate([read_shard(shard.path) for shard in plan.train])
+    baseline = bigram_baseline(train, read_shard(plan.val[0])[: cfg.val_tokens + 1], cfg.vocab_size)
+    beside = f"{'below' if loss < baseline else 'not below'} the {baseline:.4f} of a bigram-count model"
+    return f"final val_loss {loss:.4f}, {beside} of the same text, nats/byte"
+
+
 def main(argv: list[str] | None = None) -> None:
     from train_gpt import read_shard
 

@@ -65,14 +65,6 @@ def pointwise_rows():
                   N=6, H=128, **{x: None for x in absent if x in kernel.arg_names})
 
 
-def lookup_rows():
-    signature = {"grad_ptr": "*bf16", "partial_ptr": "*fp32", "d_ptr": "*bf16", "T": "i32:16", "stride_d": "i32:16"}
-    signature |= {f"{x}_ptr": "*i32" for x in ("sorted", "order", "first")}
-    for combine in False, True:
-        yield row(f"lookup add {combine=}", kernels._lookup_add_kernel, (80, 90), signature, kernels.LOOKUP_TILES,
-                  D=768, COLUMNS=1024, COMBINE=combine)
-
-
 def matrix_rows():
     for card, archs in ("large", (90,)), ("small", (80, 89)):
         for name, unit, line, step in (("xxt", "depth_stride", "row_stride", False),
@@ -185,3 +177,12 @@ def dc_rows():
             signature = {x: type_of(x, card, H, LEFT) for x in kernel.arg_names if x not in constants}
             yield row(f"dc {name}, {card}, H {H}, {LEFT} left", kernel, archs, signature, dc.DC_TILES[card, name],
                       **constants)
+
+
+def lookup_rows():
+    """Both passes over a table's gradient, bf16, D = 768."""
+    signature = dict(grad_ptr="*bf16", partial_ptr="*fp32", sorted_ptr="*i32", order_ptr="*i32", first_ptr="*i32")
+    signature |= dict(d_ptr="*bf16", T="i32:16", stride_d="i32:16")
+    for combine in False, True:
+        yield row(f"lookup, combine {combine}", kernels._lookup_add_kernel, (80, 90), signature, kernels.LOOKUP_TILES,
+                  D=768, COLUMNS=1024, COMBINE=combine)

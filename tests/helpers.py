@@ -36,7 +36,9 @@ def small_run(**changes) -> RunConfig:
         momentum_cooldown=2,
         val_chunk=128,
     )
-    model = dataclasses.replace(base.model, head_dim=8, bigram_rows=96, sign_rows=16, vocab_size=50, dtype=torch.float64)
+    model = dataclasses.replace(
+        base.model, head_dim=8, bigram_rows=96, sign_rows=16, vocab_size=50, dtype=torch.float64
+    )
     values = dict(
         scheduled_steps=9, extension_steps=2, val_every=4, val_tokens=2048, vocab_size=50, bos_id=49, epochs=1
     )
@@ -44,7 +46,7 @@ def small_run(**changes) -> RunConfig:
 
 
 def write_random_shards(root: Path, cfg: RunConfig, *, seed: int, train_tokens: int = 40_000) -> None:
-    """Two training shards and a validation shard of documents of random lengths, where cfg looks for them under root."""
+    """Two training shards and a validation shard of random documents, where cfg looks for them under root."""
     rng = np.random.default_rng(seed)
 
     def documents(count: int) -> np.ndarray:

@@ -159,6 +159,9 @@ def test_variants(variant, steps, fields):
     assert (demo.table, demo.model.plan, demo.model.sign_rows > 0) == (cfg.table, cfg.model.plan, variant == "v3")
 
 
+RUN_ID = "run_id= names a file in logs/: up to 100 characters, no path, no dot first; got "
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -196,9 +199,9 @@ def test_variants(variant, steps, fields):
         (["val_tokens=5000000"], r"val_tokens= must be a multiple of 2097152 .* got 5000000: try val_tokens=4194304\."),
         (["val_tokens=5"], r"val_tokens= must be a multiple of 2097152 .*; got 5: try val_tokens=2097152\."),
         (["preset=demo", "val_tokens=65537"], r"val_tokens= must be a multiple of 16384 .*: try val_tokens=65536\."),
-        (["run_id=a/b"], r"run_id= names a file in logs/: up to 100 characters, no path, no dot first; got 'a/b'\."),
-        (["run_id=.."], r"run_id= names a file in logs/: up to 100 characters, no path, no dot first; got '\.\.'\."),
-        (["run_id=.hidden"], r"run_id= names a file in logs/: up to 100 characters, no path, no dot first; got '\.hidden'\."),
+        (["run_id=a/b"], RUN_ID + r"'a/b'\."),
+        (["run_id=.."], RUN_ID + r"'\.\.'\."),
+        (["run_id=.hidden"], RUN_ID + r"'\.hidden'\."),
     ],
 )  # fmt: skip
 def test_bad_options(refuse, words, sentence):

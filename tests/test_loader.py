@@ -363,7 +363,7 @@ def test_tokens_per_step_do_not_depend_on_the_world_size(tmp_path, world_size, m
     write_shards(tmp_path, [RICH, RICH])
     cfg = configure(tmp_path, sizes=((32, 5), (64, 9), (128, 3)), scheduled=3, extension=1)
     try:
-        plan = prepare(cfg, world_size)
+        plan, _ = prepare(cfg, world_size)
     except ValueError as error:
         assert world_size not in (1, 2, 4, 8, 16, 32), error
         assert str(world_size) in str(error) and "\n" not in str(error)

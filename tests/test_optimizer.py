@@ -36,7 +36,9 @@ def drive(params, optimizer, after_step=lambda j: None) -> None:
     z = golden("optimizer")
     for j, step in enumerate(z["steps"].tolist()):
         add_gradients(params, j)
-        optimizer.step(do_adam=adam_steps(step), lr_mul=float(z["lr_multiplier"][j]), momentum=float(z["muon_momentum"][j]))
+        optimizer.step(
+            do_adam=adam_steps(step), lr_mul=float(z["lr_multiplier"][j]), momentum=float(z["muon_momentum"][j])
+        )
         if step == 851:
             optimizer.split_embed()
         after_step(j)
@@ -55,11 +57,18 @@ def test_golden_steps_through_the_split():
 
     drive(params, optimizer, compare)
     for name, state in optimizer.states.items():
-        pairs = {"momentum": state.momentum, "second_moment": state.second_moment, "m": state.exp_avg, "v": state.exp_avg_sq}
+        pairs = {
+            "momentum": state.momentum,
+            "second_moment": state.second_moment,
+            "m": state.exp_avg,
+            "v": state.exp_avg_sq,
+        }
         for kind, tensor in pairs.items():
             if f"state_{kind}_{name}" in z:
                 exact = torch.from_numpy(z[f"state_{kind}_{name}"]).reshape(tensor.shape)
-                torch.testing.assert_close(tensor, exact, rtol=MUON_TOLERANCE, atol=MUON_TOLERANCE * exact.abs().max().item())
+                torch.testing.assert_close(
+                    tensor, exact, rtol=MUON_TOLERANCE, atol=MUON_TOLERANCE * exact.abs().max().item()
+                )
         if f"state_count_{name}" in z:
             assert state.steps == int(z[f"state_count_{name}"])
 
@@ -194,7 +203,9 @@ def test_record_61_matrices_follow_the_formulas():
     scaled = x * second.rsqrt()
     x = scaled * (x.norm() / scaled.norm())
     decay = torch.where(x * w >= 0, w * (1.2 * 0.023) * 0.023, 0.0)
-    torch.testing.assert_close(params["attn"].detach()[3, 24:36], w - decay - 0.023 * x, rtol=0, atol=MUON_TOLERANCE * 10)
+    torch.testing.assert_close(
+        params["attn"].detach()[3, 24:36], w - decay - 0.023 * x, rtol=0, atol=MUON_TOLERANCE * 10
+    )
 
 
 def test_works_alone_on_a_users_model():
@@ -261,7 +272,7 @@ def test_bank_must_divide():
 
 
 def test_plain_optimizer_agrees_on_random_gradients():
-    """The same six steps with fresh gradients and another split step, against the optimizer written from the formulas."""
+    """Six steps with fresh gradients and another split step, against the optimizer written from the formulas."""
     params = golden_params()
     optimizer = NorMuonAndAdam(params)
     plain = PlainOptimizer({name: p.detach().clone() for name, p in params.items()}, split_step=3)
