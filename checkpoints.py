@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,7 +107,7 @@ def find(where: str, logs: Path = Path("logs")) -> Path:
     return found
 
 
-def read(path: Path) -> dict:
+def read(path: Path, needs: Iterable[str] = FIELDS) -> dict:
     """A state, its tensors mapped from the file. Runs nothing that the file holds. ValueError, one sentence, if bad."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -127,8 +127,8 @@ def read(path: Path) -> dict:
         raise ValueError(f"{path} is damaged or no checkpoint ({damaged}): use another one.")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this trainer (it does not say {FORMAT!r}): use another one.")
-    if lacking := [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]:
-        raise ValueError(f"{path} lacks {', '.join(lacking)}: it cannot be resumed, use another one.")
+    if lacking := [name for name in needs if not isinstance(state.get(name), FIELDS[name])]:
+        raise ValueError(f"{path} holds no valid {', '.join(lacking)}, which is needed here: use another one.")
     return state
 
 
@@ -141,7 +141,10 @@ def read_to_resume(where: str, facts: dict[str, dict], may_differ: set[str], lik
     if differing:
         told = ", ".join(f"{name} ({then.get(name)} there, {now[name]} here)" for name in differing)
         raise ValueError(f"{path} belongs to another run: {told}; give the same options and source, or start anew.")
-    found = state["model"] | state["optimizer"].get("tensors", {})
+    optimizer, labels = state["optimizer"], {name for name in like if "." not in name}
+    if not isinstance(optimizer.get("split"), bool) or set(optimizer.get("steps", ())) != labels:
+        raise ValueError(f"{path} cannot be resumed: its optimizer lacks split or steps; use another one.")
+    found = state["model"] | optimizer.get("tensors", {})
     for name, wanted in like.items():
         got = found.get(name)
         if not isinstance(got, Tensor) or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):

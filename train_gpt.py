@@ -2150,7 +2150,7 @@ def run(cfg: RunConfig) -> None:
         log.say(f"tokens per step: {tokens}, as {runtime.accum} micro-batches on each of {runtime.world_size} ranks")
         if saved:
             ms, ranks = round(1000 * saved["seconds"]), saved["world_size"]
-            log.say(f"resumed: {saved['path']} (step {saved['step']}, clock {ms}ms, written by {ranks} ranks)")
+            log.say(f"resumed: {saved['path']} (step {saved['step']}, clock {ms}ms, world size {ranks})")
         with checkpoints.telling(runtime.rank, runtime.world_size, log, cfg.micro_splits):
             trainer = Trainer(cfg, plan, runtime, attention, fp8)
             if runtime.device.type == "cuda":
