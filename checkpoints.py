@@ -271,6 +271,8 @@ def telling(rank: int, world_size: int, log, micro_splits: int) -> Iterator[None
                 f"peak): set micro_splits={2 * micro_splits}, or free the GPU of other work.",
                 agreed=False,
             ) from None
+        except ValueError as problem:  # of data or a file that only this rank met
+            raise Stopped(f"rank {rank}: {problem}", code=2, agreed=False) from None
         except RuntimeError as problem:
             if world_size == 1 or not LOST.search(str(problem)):
                 raise

@@ -39,7 +39,10 @@ choose_python() {
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from pip._vendor.packaging.requirements import Requirement
+try:
+    from pip._vendor.packaging.requirements import Requirement
+except ImportError:  # a Python without pip: its packages are somebody else's care
+    sys.exit()
 
 for line in open("requirements.txt"):
     pin = Requirement(line.strip())

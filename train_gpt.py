@@ -23,6 +23,7 @@ Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V p
 import contextlib
 import dataclasses
 import difflib
+import glob
 import hashlib
 import importlib
 import itertools
@@ -160,7 +161,7 @@ class ParamSpec:
 
     label: str
     optim: str  # "normuon" (every step) or "adam" (odd steps, on the sum of two steps' gradients)
-    comms: str  # "sharded", "replicated", or "sparse": sharded, but only touched rows need to travel
+    comms: str  # "sharded" (reduce-scatter, all-gather) or "replicated" (all-reduce)
     work: int  # place in the order in which updates run: small and quick ones first, orthogonalisation last
     betas: tuple[float, float] | None = None  # Adam only
     lr_mul: float = 1.0
@@ -181,7 +182,7 @@ PARAM_TABLE = (
     _adam("smear_gate", "replicated", 1, (0.9, 0.99), 0.01, 0.0),
     _adam("ve_gate_bank", "replicated", 2, (0.9, 0.99), 1.0, 1.0),
     _adam("lm_head", "sharded", 14, (0.5, 0.95), 1.0, 150.0),  # before embed: the tied gradients meet here
-    _adam("bigram_embed", "sparse", 11, (0.75, 0.95), 75.0, 5.0),
+    _adam("bigram_embed", "sharded", 11, (0.75, 0.95), 75.0, 5.0),
     _adam("post_lambdas", "replicated", 6, (0.9, 0.95), 1.0, 0.0),
     _adam("resid_lambdas", "replicated", 7, (0.9, 0.95), 5.0, 0.0),
     _adam("value_embeds", "sharded", 10, (0.75, 0.95), 75.0, 5.0),
@@ -244,20 +245,12 @@ class ModelConfig:
         """Layers with attention, in bank order."""
         return tuple(i for i, spec in enumerate(self.plan) if spec.window != "none")
 
-    @property
-    def mudd_lanes(self) -> tuple[Lane, ...]:
-        return tuple(self._at_start(lane) for lane in MUDD_LANES)
-
-    def _at_start(self, lane: Lane) -> Lane:
-        """Bigram lanes start at the variant's value, all others at their row's."""
-        return lane._replace(init=self.bigram_init) if lane.name == "bigram" else lane
-
     def gate_lanes(self, post: bool) -> tuple[Lane, ...]:
         """Lanes of the pre gate (computed from x0) or of the post gate (computed inside the plan)."""
         start = next(i for i, spec in enumerate(self.plan) if spec.gate_from_here)
         layers = range(start, len(self.plan)) if post else range(start)
         return tuple(
-            self._at_start(Lane(gate.name, i, gate.width or self.heads, gate.init))
+            Lane(gate.name, i, gate.width or self.heads, self.bigram_init if gate.name == "bigram" else gate.init)
             for kinds in GATES
             for i in layers
             for gate in kinds
@@ -379,7 +372,7 @@ def _demo() -> RunConfig:
         vocab_size=257,
         bos_id=256,
         epochs=2,
-        model=ModelConfig(head_dim=16, bigram_rows=16384, sign_rows=512, dtype=torch.float32),
+        model=ModelConfig(head_dim=16, vocab_size=257, bigram_rows=16384, sign_rows=512, dtype=torch.float32),
         schedule=ScheduleConfig(
             stages=stages,
             extension=dataclasses.replace(ScheduleConfig().extension, batch_tokens=6144, max_doc_len=768),
@@ -516,14 +509,18 @@ def launched_ranks() -> tuple[int, int, int]:
         raise ValueError(
             f"{', '.join(given)} is set but {missing} is not: start with torchrun --nproc_per_node=8 train_gpt.py."
         )
-    rank, local_rank, world_size = (int(os.environ.get(name) or default) for name, default in zip(names, (0, 0, 1)))
-    return rank, local_rank, world_size
+    values = [os.environ.get(name) or default for name, default in zip(names, ("0", "0", "1"))]
+    told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
+    if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
+        raise ValueError(f"ranks must be whole numbers below WORLD_SIZE; got {told}: start with torchrun.")
+    return tuple(map(int, values))
 
 
 def check_world_size(cfg: RunConfig, world_size: int) -> str:
     """One sentence where this many ranks cannot share the global batches evenly, else ''."""
-    batches = {stage.batch_tokens for stage in stages_by_step(cfg)}
-    allowed = [n for n in (1, 2, 4, *range(PIECES, 129, PIECES)) if all(tokens % n == 0 for tokens in batches)]
+    plan, shared = parameter_plan(cfg.model), {stage.batch_tokens for stage in stages_by_step(cfg)}
+    shared |= {plan[row.label].shape[0] for row in cfg.table if row.optim == "adam" and row.comms == "sharded"}
+    allowed = [n for n in (1, 2, 4, *range(PIECES, 129, PIECES)) if all(size % n == 0 for size in shared)]
     if world_size in allowed:
         return ""
     nearest = max([n for n in allowed if n <= world_size], default=1)
@@ -553,6 +550,18 @@ def check_device(cfg: RunConfig, world_size: int) -> str:
     return check_compiler()
 
 
+def check_choices(cfg: RunConfig) -> str:
+    """One sentence where fp8= or attention= asks for what this machine or version lacks, else ''."""
+    gpu = torch.cuda.is_available()
+    if cfg.fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
+        return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
+    if cfg.attention == "fa4":
+        return "attention=fa4 is not built into this version: use attention=auto, triton or torch."
+    if gpu or cfg.attention in ("auto", "reference"):
+        return ""
+    return f"attention={cfg.attention} needs a GPU: use attention=auto or attention=reference on the CPU."
+
+
 def check_compiler() -> str:
     """Triton builds launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
@@ -579,7 +588,8 @@ def check_logs(folder: Path, run_id: str) -> str:
 
 def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
     """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line a fault."""
-    problems = [check_world_size(cfg, world_size), check_device(cfg, world_size), check_logs(Path("logs"), cfg.run_id)]
+    problems = [check_world_size(cfg, world_size), check_device(cfg, world_size), check_choices(cfg)]
+    problems.append(check_logs(Path("logs"), cfg.run_id))
     plan = saved = None
     try:
         if cfg.resume:
@@ -627,7 +637,7 @@ def try_gpu(runtime: Runtime) -> None:
             dist.all_reduce(source)
             runtime.sync()
     except Exception as problem:  # whatever a compiler, linker or driver may raise
-        why = f"{type(problem).__name__}: {str(problem).strip().splitlines()[-1]}"
+        why = repr(problem).splitlines()[-1]
         raise ValueError(f"a first {what} failed on rank {runtime.rank} ({why}): {remedy}") from problem
 
 
@@ -755,38 +765,33 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, view: "View"
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View") -> Tensor:
     """Causal attention inside documents over `window` earlier tokens, by the implementation the run chose."""
+    options = dict(window=window, scale=view.scale, paired=paired)
     if view.attention == "torch":
-        return kernels.flash_attention(
-            q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_len=view.max_len
-        )
+        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options)
     if view.attention == "reference":
-        return kernels.attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+        return kernels.attention_reference(q, k, v, cu_seqlens, **options)
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
-    bound = 2**0.5 * q.shape[-1] * scale
-    return kernels.attention(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, max_logit=bound)
+    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, **options)
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
-    """(implementation, why). `auto` takes our kernel where it agrees with the reference on this machine."""
-    if device.type != "cuda":
-        if wanted not in ("auto", "reference"):
-            raise ValueError(f"attention={wanted} needs a GPU: use attention=auto or attention=reference on the CPU.")
-        return "reference", "no GPU"
-    if wanted == "fa4":
-        raise ValueError("attention=fa4 is not built into this version: use attention=auto, triton or torch.")
-    if wanted != "auto":
-        return wanted, "as asked"
+    """(implementation, why), agreed among ranks. `auto`: our kernel where it agrees with the reference everywhere."""
+    if wanted != "auto" or device.type != "cuda":
+        return ("reference", "no GPU") if wanted == "auto" else (wanted, "as asked")
     try:
         error = kernels.probe_attention(device, head_dim, dtype)
+        choice = ("triton", f"agrees with the reference to {error:.4f}")
+        if error > 0.05:
+            choice = ("torch", f"our kernel differs from the reference by {error:.3f} here")
     except Exception as problem:  # any failure of an untried compiler or driver means: use the other implementation
-        return "torch", f"our kernel does not run here ({type(problem).__name__}: {str(problem).splitlines()[0]})"
-    if error > 0.05:
-        return "torch", f"our kernel differs from the reference by {error:.3f} here"
-    return "triton", f"agrees with the reference to {error:.4f}"
+        choice = ("torch", f"our kernel does not run here ({repr(problem).splitlines()[0]})")
+    if dist.is_initialized():
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, choice)
+        choice = min(everyone)  # torch before triton: one rank that cannot decides for all
+    return choice
 
 
 # === §4 Model ===
@@ -871,7 +876,7 @@ def parameter_plan(cfg: ModelConfig, world_size: int = 1) -> dict[str, ParamInit
     A, planes, hidden = len(cfg.attn_layers), cfg.value_planes, cfg.gate_hidden
     low, full = cfg.dtype, torch.promote_types(cfg.dtype, torch.float32)
     gates = [cfg.gate_lanes(post) for post in (False, True)]
-    mudd = [cfg.mudd_lanes, OUTPUT_LANES]
+    mudd = [MUDD_LANES, OUTPUT_LANES]
     gate_width, mudd_width = (max(sum(lane.width for lane in lanes) for lanes in pair) for pair in (gates, mudd))
     gate_bias = torch.stack([lane_bias(lanes, gate_width, cfg.gate_scale) for lanes in gates])
     mudd_bias = torch.stack([lane_bias(lanes, mudd_width, MUDD_SCALE) for lanes in mudd])
@@ -917,17 +922,19 @@ class GPT(nn.Module):
     """The model. forward gives the loss of every token, (T,), in fp32 (fp64 for fp64 parameters).
 
     Parameters follow `parameter_plan`; activations follow the parameters' dtype, fp64 throughout where that is fp64.
+    seed=None leaves the parameters undrawn, for whoever receives them.
     """
 
-    def __init__(self, cfg: ModelConfig, *, world_size: int = 1, seed: int = 0):
+    def __init__(self, cfg: ModelConfig, *, world_size: int = 1, seed: int | None = 0):
         super().__init__()
         self.cfg = cfg
         for label, row in parameter_plan(cfg, world_size).items():
-            self.register_parameter(label, nn.Parameter(initial_parameter(label, row, seed)))
+            value = torch.empty(row.shape, dtype=row.dtype) if seed is None else initial_parameter(label, row, seed)
+            self.register_parameter(label, nn.Parameter(value))
         with torch.no_grad():
             self.embed.copy_(self.lm_head.T)
         if cfg.sign_rows:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed or 0)
             signs = torch.randint(0, 2, (cfg.sign_rows, cfg.dim), generator=generator) * 2 - 1
             self.register_buffer("sign_table", signs.to(cfg.dtype))
         read = {spec.reads for spec in cfg.plan}
@@ -997,7 +1004,7 @@ class GPT(nn.Module):
 
     def mudd(self, x: Tensor, block: int) -> dict[str, Tensor]:
         """Coefficients by lane, (T, width), fp32: multiway dynamic dense connections (Xiao et al. 2025)."""
-        lanes = OUTPUT_LANES if block else self.cfg.mudd_lanes
+        lanes = OUTPUT_LANES if block else MUDD_LANES
         parts = gate_lanes(x, lanes, self.mudd_w1[block], self.mudd_w2[block], self.mudd_b2[block], MUDD_SCALE)
         wide = torch.promote_types(x.dtype, torch.float32)
         return {lane.name: part.to(wide) for lane, part in zip(lanes, parts)}
@@ -1068,7 +1075,7 @@ class GPT(nn.Module):
             v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
-        y = attend(q, k, v, cu_seqlens, window=window, scale=view.scale, paired=spec.paired, view=view)
+        y = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
             window = self.cfg.dc_window
@@ -1101,7 +1108,7 @@ class GPT(nn.Module):
 # (record 61). Changing an order keeps the mathematics; changing a row needs a new baseline.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ParamState:
     """One parameter's row, the slice of it that this rank updates, and the slice's optimizer state."""
 
@@ -1212,7 +1219,6 @@ class NorMuonAndAdam:
         sizes = [_pad(size, 4) for size in sizes]  # 16-byte alignment
         first = next(iter(self.states.values())).param
         wide = torch.promote_types(first.dtype, torch.float32)
-        self._host = torch.zeros(sum(sizes), dtype=wide, pin_memory=first.is_cuda)
         self._device = torch.zeros(sum(sizes), dtype=wide, device=first.device)
         for state, part in zip(self.states.values(), self._device.split(sizes)):
             state.hyper = part
@@ -1222,8 +1228,9 @@ class NorMuonAndAdam:
         for state in self.states.values():
             row = self._adam_hyper(state, lr_mul) if state.is_adam else self._normuon_hyper(state, lr_mul, momentum)
             rows += row + [0.0] * (len(state.hyper) - len(row))
-        self._host.copy_(torch.tensor(rows, dtype=self._host.dtype))
-        self._device.copy_(self._host, non_blocking=True)
+        # A new pinned tensor a step: the host may be steps ahead, and the allocator keeps this one until it is read.
+        host = torch.tensor(rows, dtype=self._device.dtype, pin_memory=self._device.is_cuda)
+        self._device.copy_(host, non_blocking=True)
 
     def _adam_hyper(self, state: ParamState, lr_mul: float) -> list[float]:
         """beta1, beta2, step size with bias correction, eps, decay; see kernels.adam_update_."""
@@ -1259,8 +1266,9 @@ class NorMuonAndAdam:
         active = self._with_gradients(active, do_adam)
         self._fill_hyper(do_adam, lr_mul, momentum)
         self._scatter(active)
-        for state in sorted(active, key=lambda state: state.spec.work):
-            self._update(state)
+        for state in self.work_order:
+            if state in active:
+                self._update(state)
         self._finish(active, do_adam)
 
     def _merge_tied_gradient(self) -> None:
@@ -1426,11 +1434,13 @@ def read_shard(path: str | Path) -> np.ndarray:
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
     """Write tokens (ids below 65536) as a shard; the file appears under its name only when it is whole."""
-    path, header = Path(path), np.zeros(SHARD_HEADER_INTS, dtype="<i4")
+    path, tokens, header = Path(path), np.asarray(tokens), np.zeros(SHARD_HEADER_INTS, dtype="<i4")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 65536:
+        raise ValueError(f"shards hold ids 0 to 65535; got {tokens.min()} to {tokens.max()}: use a smaller vocabulary.")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
     with checkpoints.whole_file(path) as file:
         file.write(header.tobytes())
-        file.write(np.asarray(tokens).astype("<u2").tobytes())
+        file.write(tokens.astype("<u2").tobytes())
 
 
 def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
@@ -1452,16 +1462,11 @@ def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
 
 def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
     """Shards matching a glob under DATA_PATH (default: the current folder), by name. Raises ValueError if none."""
-    root = Path(os.environ.get("DATA_PATH", "."))
-    parts = Path(pattern).parts
-    base = Path(parts[0]) if Path(pattern).is_absolute() else root
-    relative = str(Path(*parts[1:])) if Path(pattern).is_absolute() else pattern
-    found = sorted(path for path in base.glob(relative) if path.is_file())
+    where = Path(os.environ.get("DATA_PATH", ".")) / pattern  # an absolute pattern replaces the folder
+    found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if not path.is_dir())
     if not found:
         remedy = "python data/demo_text.py" if cfg.preset == "demo" else "python data/cached_fineweb10B.py"
-        raise ValueError(
-            f"no shards match {base / relative}: get them with {remedy} (or set DATA_PATH or the files option)."
-        )
+        raise ValueError(f"no shards match {where}: get them with {remedy} (or set DATA_PATH or the files option).")
     return found
 
 
@@ -1537,7 +1542,7 @@ def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
     steps = 0
     for _, batch in cut_batches(train, requests, pieces, cfg.epochs):
         tokens = requests[steps][0]
-        documents = max(len(spans) for spans in batch) + (3 if cfg.micro_splits > 1 else 0)  # filling
+        documents = max(len(spans) for spans in batch) + (3 if cfg.micro_splits > 1 else 0)  # see split_piece
         lengths[tokens] = max(lengths.get(tokens, 0), cu_length(tokens, documents))
         steps += 1
     if steps < cfg.total_steps:
@@ -1602,7 +1607,9 @@ def sign_rows(tokens: Tensor, rows: int) -> Tensor:
     return F.pad((tokens[:-1] ^ tokens[1:]) % rows, (1, 0))
 
 
-def split_piece(tokens: np.ndarray, boundaries: np.ndarray, splits: int, max_len: int, filler: int):
+def split_piece(
+    tokens: np.ndarray, boundaries: np.ndarray, splits: int, max_len: int, filler: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Cut a packed piece at document boundaries into `splits` of one fixed length: (tokens, boundaries, used tokens).
 
     Each is filled up with documents of `filler` tokens that carry no target; the cut nearest to the even one is taken.
@@ -1619,20 +1626,15 @@ def split_piece(tokens: np.ndarray, boundaries: np.ndarray, splits: int, max_len
 
 
 def packed_batch(
-    tokens: np.ndarray,
-    boundaries: np.ndarray,
-    cu_len: int,
-    bigram_rows: int,
-    device: torch.device,
-    used: int | None = None,
+    tokens: np.ndarray, starts: np.ndarray, cu_len: int, bigram_rows: int, device: torch.device, used: int | None = None
 ) -> Batch:
-    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `boundaries` start with 0.
+    """Inputs, targets and document boundaries of T + 1 tokens, on the device. `starts` begin with 0.
 
     Positions from `used` on are filling: they have no target.
     """
     inputs = tokens[:-1].astype(np.int32)
     cu_seqlens = np.full(cu_len, len(inputs), dtype=np.int32)
-    cu_seqlens[: len(boundaries)] = boundaries
+    cu_seqlens[: len(starts)] = starts
     targets = tokens[1:].astype(np.int64)
     if used is not None:
         targets[used:] = -1
@@ -1673,7 +1675,7 @@ class TrainLoader:
 
     def _tokens(self, index: int) -> np.ndarray:
         """Tokens of the current shard; the next one starts loading, older ones are dropped."""
-        after = (index + 1) % len(self.plan.train)
+        after = index + 1 if index + 1 < len(self.plan.train) else 0 if self.cfg.epochs > 1 else index
         for i in (index, after):
             if i not in self.shards:
                 self.shards[i] = self.pool.submit(lambda path: np.array(read_shard(path)), self.plan.train[i].path)
@@ -1747,7 +1749,7 @@ def split_step(cfg: RunConfig) -> int:
     return stage_ends(cfg)[len(cfg.schedule.stages) - 2] | 1
 
 
-def adam_steps(step: int) -> bool:
+def is_adam_step(step: int) -> bool:
     """Whether this step updates the Adam parameters."""
     return step % 2 == 1
 
@@ -1795,86 +1797,6 @@ def warmup_steps(cfg: RunConfig) -> list[int]:
     """Steps run before the clock so that every shape is compiled: the first two and four around every stage change."""
     edges = [end + k for end in stage_ends(cfg)[:-1] for k in (-2, -1, 0, 1)]
     return sorted({step for step in (0, 1, *edges) if 0 <= step < cfg.total_steps})
-
-
-def plan_rows(cfg: RunConfig) -> list[dict]:
-    names = [f.name for f in dataclasses.fields(LayerSpec)]
-    return [{"layer": i} | {name: getattr(spec, name) for name in names} for i, spec in enumerate(cfg.model.plan)]
-
-
-def lane_slices(lanes: Sequence[Lane]) -> dict[tuple[str, int], slice]:
-    """Columns of each lane in its gate's output."""
-    ends = list(itertools.accumulate(lane.width for lane in lanes))
-    return {(lane.name, lane.layer): slice(end - lane.width, end) for lane, end in zip(lanes, ends)}
-
-
-def gate_rows(cfg: RunConfig) -> list[dict]:
-    m, rows = cfg.model, []
-    gates = [(f"{when} gate", m.gate_lanes(post=when == "post"), m.gate_scale) for when in ("pre", "post")]
-    for block, lanes, scale in (*gates, ("mudd", m.mudd_lanes, MUDD_SCALE), ("output mudd", OUTPUT_LANES, MUDD_SCALE)):
-        for lane, columns in zip(lanes, lane_slices(lanes).values()):
-            row = {
-                "block": block,
-                "lanes": f"{columns.start}-{columns.stop - 1}",
-                "name": lane.name,
-                "layer": lane.layer,
-            }
-            rows.append(row | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
-    return rows
-
-
-def param_rows(cfg: RunConfig) -> list[dict]:
-    plan, rows = parameter_plan(cfg.model, world_size=PIECES), []
-    for spec in cfg.table:
-        shape, dtype, _ = plan[spec.label]
-        size = {"shape on 8 GPUs": "x".join(map(str, shape)), "count": f"{math.prod(shape):,}"}
-        row = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        rows.append({"label": row.pop("label")} | size | {"dtype": str(dtype).removeprefix("torch.")} | row)
-    for world_size in (8, 4, 2, 1):
-        total = sum(math.prod(row.shape) for row in parameter_plan(cfg.model, world_size).values())
-        rows.append(dict.fromkeys(rows[0], "") | {"label": f"total, world size {world_size}", "count": f"{total:,}"})
-    return rows
-
-
-def schedule_rows(cfg: RunConfig) -> list[dict]:
-    s, ends, events = cfg.schedule, stage_ends(cfg), {}
-    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"), (cfg.total_steps, "end"))
-    cooldown = (int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
-    warm = (min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
-    for step, event in ((0, "start"), *((end, "stage change") for end in ends[:-2]), *moments, cooldown, warm):
-        events[step] = f"{events[step]}, {event}" if step in events else event
-    rows = []
-    for step, event in sorted(events.items()):
-        stage, view = stage_at(cfg, step), view_at(cfg, step)
-        row = {
-            "step": step,
-            "stage": stage_index(cfg, step),
-            "tokens": stage.batch_tokens,
-            "max doc": stage.max_doc_len,
-        }
-        row |= {"short": view.short, "long": view.long, "softmax scale": f"{view.scale:.6f}"}
-        row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
-        rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
-    return rows
-
-
-def cell(value: object) -> str:
-    """One value of a table as text."""
-    if value is True:
-        return "yes"
-    text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-    return "-" if value is None or value is False or not text else text
-
-
-def format_table(rows: list[dict]) -> str:
-    """Rows with the same keys, which become the heading, as aligned text."""
-    cells = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-TABLES = {"plan": plan_rows, "gates": gate_rows, "params": param_rows, "schedule": schedule_rows}  # show=
 
 
 # === §8 Training ===
@@ -1960,25 +1882,26 @@ class Trainer:
     def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, attention: str, fp8: bool):
         self.cfg, self.plan, self.runtime, self.attention = cfg, plan, runtime, attention
         self.fp8, self.fp8_mlp = fp8, fp8 and cfg.model.fp8_mlp
-        self.model = GPT(cfg.model, world_size=runtime.world_size, seed=cfg.seed).to(runtime.device)
+        seed = cfg.seed if runtime.main else None  # rank 0 draws, the others receive
+        self.model = GPT(cfg.model, world_size=runtime.world_size, seed=seed).to(runtime.device)
         if runtime.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.data, 0)
         self.optimizer = NorMuonAndAdam(
             self.model.named_parameters(), cfg.table, cfg.optim, rank=runtime.rank, world_size=runtime.world_size
         )
-        for (
-            parameter
-        ) in self.model.parameters():  # persistent: products, graphs and reductions always meet the same buffers
+        for parameter in self.model.parameters():  # persistent: graphs, products and reductions meet the same buffers
             parameter.grad = torch.zeros_like(parameter)
         self.micro_step = MicroStep(self.model, runtime.world_size / PIECES, cfg.micro_splits > 1)
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: graphs hold on to their tables
         self.stage = None
         self.facts = facts(cfg)  # of the sources as they are now
         self.enter(0)
+        if self.fp8_mlp:
+            self.model.refresh_fp8()
 
     def enter(self, step: int) -> None:
-        """Put the stage of `step` in force: rotary tables and quantized weights."""
+        """Put the stage of `step` in force: its rotary tables."""
         if self.stage == stage_index(self.cfg, step):
             return
         self.stage = stage_index(self.cfg, step)
@@ -1987,8 +1910,6 @@ class Trainer:
             self.model.rotate_to(freqs, 2 * max(self.plan.cu_lengths))
             self.rotary[self.stage] = self.model.cos, self.model.sin
         self.model.cos, self.model.sin = self.rotary[self.stage]
-        if self.fp8_mlp:
-            self.model.refresh_fp8()
 
     def train_step(self, step: int, batches: list[Batch]) -> Tensor:
         """One optimizer step. Returns the scaled loss summed over this rank's tokens, on the device."""
@@ -1997,7 +1918,7 @@ class Trainer:
         weights = torch.tensor(mtp_weights(self.cfg, step)).to(self.runtime.device, non_blocking=True)
         loss = sum(self.micro_step(batch, view, weights) for batch in batches)
         self.optimizer.step(
-            do_adam=adam_steps(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
+            do_adam=is_adam_step(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
         )
         if step == split_step(self.cfg):
             self.optimizer.split_embed()
@@ -2049,7 +1970,8 @@ class Trainer:
         for name, held in self.model.state_dict().items():
             copy_into(held, saved["model"][name])
         self.optimizer.restore(saved["optimizer"])
-        self.stage = None
+        if self.fp8_mlp:
+            self.model.refresh_fp8()
 
 
 def blank_state(cfg: RunConfig) -> dict[str, Tensor]:
@@ -2082,7 +2004,9 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
         for step in range(first, total + 1):
             if cfg.checkpoint_every and step > first:
                 due |= step % cfg.checkpoint_every == 0 or step == total
-            if (due or watch.agreed) and (not adam_steps(step) or step == total):  # no gradient waits for an Adam step
+            if (due or watch.agreed) and (
+                not is_adam_step(step) or step == total
+            ):  # no gradient waits for an Adam step
                 clock.stop()
                 path, due = trainer.save(log, step, clock.seconds), False
                 clock.start()
@@ -2091,6 +2015,7 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
                 clock.stop()
                 val_loss, ms = trainer.validate(step), 1000 * clock.seconds
                 per_step = ms / max(step, 1)
+                bar.clear()
                 log.say(f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{per_step:.2f}ms")
                 watch.check("validation loss", step, val_loss)
                 clock.start()
@@ -2101,13 +2026,93 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
             line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
             log.say(line) if bar.disable else log.write(line)
             watch.observe(step, loss, PIECES / stage_at(cfg, step).batch_tokens / sum(mtp_weights(cfg, step)))
+            bar.set_postfix_str(f"val_loss {val_loss:.4f}", refresh=False)
             bar.update()
-            bar.set_postfix_str(f"val_loss {val_loss:.4f}")
     return val_loss
 
 
 # === §9 main ===
-# Owns the order of a run: options, checks, log, data, model, warm-up, training.
+# Owns show= and the order of a run: options, checks, log, data, model, warm-up, training. Needs no new baseline.
+
+
+def plan_rows(cfg: RunConfig) -> list[dict]:
+    names = [f.name for f in dataclasses.fields(LayerSpec)]
+    return [{"layer": i} | {name: getattr(spec, name) for name in names} for i, spec in enumerate(cfg.model.plan)]
+
+
+def lane_slices(lanes: Sequence[Lane]) -> dict[tuple[str, int], slice]:
+    """Columns of each lane in its gate's output."""
+    ends = list(itertools.accumulate(lane.width for lane in lanes))
+    return {(lane.name, lane.layer): slice(end - lane.width, end) for lane, end in zip(lanes, ends)}
+
+
+def gate_rows(cfg: RunConfig) -> list[dict]:
+    m, rows = cfg.model, []
+    gates = [(f"{when} gate", m.gate_lanes(post=when == "post"), m.gate_scale) for when in ("pre", "post")]
+    for block, lanes, scale in (*gates, ("mudd", MUDD_LANES, MUDD_SCALE), ("output mudd", OUTPUT_LANES, MUDD_SCALE)):
+        for lane, columns in zip(lanes, lane_slices(lanes).values()):
+            row = {
+                "block": block,
+                "lanes": f"{columns.start}-{columns.stop - 1}",
+                "name": lane.name,
+                "layer": lane.layer,
+            }
+            rows.append(row | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
+    return rows
+
+
+def param_rows(cfg: RunConfig) -> list[dict]:
+    plan, rows = parameter_plan(cfg.model, world_size=PIECES), []
+    for spec in cfg.table:
+        shape, dtype, _ = plan[spec.label]
+        size = {"shape on 8 GPUs": "x".join(map(str, shape)), "count": f"{math.prod(shape):,}"}
+        row = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+        rows.append({"label": row.pop("label")} | size | {"dtype": str(dtype).removeprefix("torch.")} | row)
+    for world_size in (8, 4, 2, 1):
+        total = sum(math.prod(row.shape) for row in parameter_plan(cfg.model, world_size).values())
+        rows.append(dict.fromkeys(rows[0], "") | {"label": f"total, world size {world_size}", "count": f"{total:,}"})
+    return rows
+
+
+def schedule_rows(cfg: RunConfig) -> list[dict]:
+    s, ends, events = cfg.schedule, stage_ends(cfg), {}
+    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"), (cfg.total_steps, "end"))
+    cooldown = (int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
+    warm = (min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
+    for step, event in ((0, "start"), *((end, "stage change") for end in ends[:-2]), *moments, cooldown, warm):
+        events[step] = f"{events[step]}, {event}" if step in events else event
+    rows = []
+    for step, event in sorted(events.items()):
+        stage, view = stage_at(cfg, step), view_at(cfg, step)
+        row = {
+            "step": step,
+            "stage": stage_index(cfg, step),
+            "tokens": stage.batch_tokens,
+            "max doc": stage.max_doc_len,
+        }
+        row |= {"short": view.short, "long": view.long, "softmax scale": f"{view.scale:.6f}"}
+        row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
+        rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
+    return rows
+
+
+def cell(value: object) -> str:
+    """One value of a table as text."""
+    if value is True:
+        return "yes"
+    text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return "-" if value is None or value is False or not text else text
+
+
+def format_table(rows: list[dict]) -> str:
+    """Rows with the same keys, which become the heading, as aligned text."""
+    cells = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+TABLES = {"plan": plan_rows, "gates": gate_rows, "params": param_rows, "schedule": schedule_rows}  # show=
 
 
 def project_sources() -> dict[str, str]:
@@ -2120,12 +2125,8 @@ def project_sources() -> dict[str, str]:
 
 
 def choose_fp8(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """(on, why). Raises ValueError where FP8 is asked for and this device has none."""
+    """(on, why)."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    if wanted == "on" and not able:
-        raise ValueError(
-            "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
-        )
     return able and wanted != "off", "as asked" if wanted != "auto" else f"this device has {'' if able else 'no '}FP8"
 
 
@@ -2176,6 +2177,8 @@ def main(argv: list[str]) -> int:
         if cfg.show:
             print(format_table(TABLES[cfg.show](cfg)))
         elif world_size := os.environ.get("PREFLIGHT_WORLD_SIZE"):  # run.sh asks before it starts torchrun
+            if not world_size.lstrip("-").isdecimal():
+                raise ValueError(f"the number of GPUs must be a whole number; got {world_size}: set NPROC= to one.")
             prepare(cfg, int(world_size))
         else:
             run(cfg)
@@ -2184,7 +2187,8 @@ def main(argv: list[str]) -> int:
         told, code = str(problem), getattr(problem, "code", 2)
     except KeyboardInterrupt:
         told, code = "interrupted outside the training loop: nothing new was saved.", 130
-    if (os.environ.get("RANK") or "0") == "0":
+    rank = os.environ.get("RANK", "")
+    if rank in ("", "0") or not (rank.isdecimal() and os.environ.get("WORLD_SIZE")):  # other ranks know the same
         print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
     return code
 

@@ -32,7 +32,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -1054,7 +1053,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx, rows_T, planes, *tables):
         ctx.rows, ctx.planes, ctx.tables = rows_T, planes, tables
         ctx.set_materialize_grads(False)
-        return tuple(F.embedding(rows_T, part) for table, n in zip(tables, planes) for part in table.chunk(n))
+        parts = [part for table, n in zip(tables, planes) for part in table.chunk(n)]
+        return tuple(torch.nn.functional.embedding(rows_T, part) for part in parts)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from helpers import randomize, small_run
 
 import train_gpt
-from train_gpt import RunConfig, Runtime, Trainer, TrainLoader, adam_steps, split_step
+from train_gpt import RunConfig, Runtime, Trainer, TrainLoader, is_adam_step, split_step
 
 
 def train(cfg: RunConfig, runtime: Runtime) -> dict:
@@ -30,7 +30,7 @@ def train(cfg: RunConfig, runtime: Runtime) -> dict:
     val = [trainer.validate(cfg.total_steps - 1), trainer.validate(cfg.total_steps)]
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     split = split_step(cfg)
-    assert adam_steps(split) and optimizer.split
+    assert is_adam_step(split) and optimizer.split
     return {"losses": losses, "val": val, "tied": tied, "split_at": split, "params": params}
 
 

@@ -83,6 +83,14 @@ def test_only_leaves_are_looked_up():
         kernels.lookup(torch.zeros(3, dtype=torch.int32), [torch.zeros(6, 4, requires_grad=True) * 2], [1])
 
 
+def test_sums_need_rows_that_fit():
+    order = kernels.lookup_order(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"d must be \(3, 4\)"):
+        kernels.lookup_add_(torch.zeros(6, 4), order, torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="gradient buffer must be contiguous"):
+        kernels.lookup_add_(torch.zeros(4, 6).T, order, torch.zeros(3, 4))
+
+
 @needs_triton
 def test_compiles_ahead_of_time():
     for (_, arch), figures in aot_all(list(lookup_rows())).items():

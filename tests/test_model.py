@@ -192,7 +192,7 @@ def copying_loss(window: int, steps: int) -> tuple[float, float]:
 
     for step in range(steps):
         model(fresh_batch(), view, weights).sum().backward()
-        optimizer.step(do_adam=train_gpt.adam_steps(step), momentum=0.9)
+        optimizer.step(do_adam=train_gpt.is_adam_step(step), momentum=0.9)
     with torch.no_grad():
         losses = torch.stack([model(fresh_batch(), view) for _ in range(4)]).mean(0)
     position = torch.arange(T) % length

@@ -8,7 +8,7 @@ from helpers import golden
 from plain_optimizer import POLAR_EXPRESS, PlainOptimizer, polar_express
 
 import train_gpt
-from train_gpt import NorMuonAndAdam, OptimConfig, ParamSpec, adam_steps
+from train_gpt import NorMuonAndAdam, OptimConfig, ParamSpec, is_adam_step
 
 EPS = 2.0**-52
 # Polar Express may magnify a rounding error by the product of its leading coefficients.
@@ -37,7 +37,7 @@ def drive(params, optimizer, after_step=lambda j: None) -> None:
     for j, step in enumerate(z["steps"].tolist()):
         add_gradients(params, j)
         optimizer.step(
-            do_adam=adam_steps(step), lr_mul=float(z["lr_multiplier"][j]), momentum=float(z["muon_momentum"][j])
+            do_adam=is_adam_step(step), lr_mul=float(z["lr_multiplier"][j]), momentum=float(z["muon_momentum"][j])
         )
         if step == 851:
             optimizer.split_embed()
@@ -183,7 +183,7 @@ def test_record_61_table_runs_with_its_own_order():
         for name, p in params.items():
             grad = record_61_params(step + 1 + 100 * (name == "embed"))[name].detach()
             p.grad = grad if p.grad is None else p.grad + grad
-        optimizer.step(do_adam=adam_steps(step))
+        optimizer.step(do_adam=is_adam_step(step))
         if step == 1:
             assert torch.equal(params["embed"], params["lm_head"].T)
             optimizer.split_embed()
@@ -284,7 +284,7 @@ def test_plain_optimizer_agrees_on_random_gradients():
         grads = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in params.items()}
         for name, p in params.items():
             p.grad = grads[name].clone() if p.grad is None else p.grad + grads[name]
-        optimizer.step(do_adam=adam_steps(step), lr_mul=1.3, momentum=0.9)
+        optimizer.step(do_adam=is_adam_step(step), lr_mul=1.3, momentum=0.9)
         if step == 3:
             optimizer.split_embed()
         plain.step(step, grads, 1.3, 0.9)

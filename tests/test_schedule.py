@@ -26,8 +26,8 @@ from train_gpt import (
     OptimConfig,
     Runtime,
     Trainer,
-    adam_steps,
     initial_parameter,
+    is_adam_step,
     lane_bias,
     lane_slices,
     long_windows,
@@ -101,7 +101,7 @@ def test_total_training_tokens():
 def test_stage_ends_and_the_split_step(cfg, ends, split):
     assert stage_ends(cfg) == ends
     assert split_step(cfg) == split
-    assert adam_steps(split)  # the head has just moved, so the copy starts from the newest moments
+    assert is_adam_step(split)  # the head has just moved, so the copy starts from the newest moments
 
 
 def test_sizes_of_micro_batches():
@@ -177,8 +177,8 @@ def test_multi_token_weights(step, weights):
 
 
 def test_adam_updates_on_odd_steps():
-    assert [adam_steps(step) for step in range(4)] == [False, True, False, True]
-    assert sum(map(adam_steps, range(V3.total_steps))) == 645
+    assert [is_adam_step(step) for step in range(4)] == [False, True, False, True]
+    assert sum(map(is_adam_step, range(V3.total_steps))) == 645
 
 
 def test_warm_up_covers_every_stage_change():
@@ -359,7 +359,7 @@ BLOCKS = {  # name: lanes, scale of the gate, number of lanes, rows
     "v2 post": (V2.model.gate_lanes(post=True), 0.1, 41, column(POST, 0)),
     "v3 pre": (V3.model.gate_lanes(post=False), 0.1, 26, column(PRE, 1)),
     "v3 post": (V3.model.gate_lanes(post=True), 0.1, 41, column(POST, 1)),
-    "mudd": (V3.model.mudd_lanes, 0.1, 14, MUDD),
+    "mudd": (train_gpt.MUDD_LANES, 0.1, 14, MUDD),
     "output mudd": (OUTPUT_LANES, 0.1, 5, OUTPUT),
 }
 
@@ -448,7 +448,7 @@ def test_model_sizes():
 # Parameter table, in the order in which reductions are launched, at world size 8
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NORMUON, SHARDED, SPARSE, REPLICATED = "normuon", "sharded", "sparse", "replicated"
+NORMUON, SHARDED, SHARDED, REPLICATED = "normuon", "sharded", "sharded", "replicated"
 PARAMETERS = [  # label, shape, dtype, optimizer, communication, betas, lr_mul, wd_mul, one rank's part
     ("qk_bank", (64, 256, 768), BF16, NORMUON, SHARDED, None, 1, 1, (8, 256, 768)),
     ("vo_bank", (24, 768, 768), BF16, NORMUON, SHARDED, None, 1, 1, (3, 768, 768)),
@@ -457,7 +457,7 @@ PARAMETERS = [  # label, shape, dtype, optimizer, communication, betas, lr_mul, 
     ("smear_gate", (1, 12), BF16, "adam", REPLICATED, (0.9, 0.99), 0.01, 0, None),
     ("ve_gate_bank", (5, 6, 12), BF16, "adam", REPLICATED, (0.9, 0.99), 1, 1, None),
     ("lm_head", (768, 50304), BF16, "adam", SHARDED, (0.5, 0.95), 1, 150, (96, 50304)),
-    ("bigram_embed", (377280, 768), BF16, "adam", SPARSE, (0.75, 0.95), 75, 5, (47160, 768)),
+    ("bigram_embed", (377280, 768), BF16, "adam", SHARDED, (0.75, 0.95), 75, 5, (47160, 768)),
     ("post_lambdas", (11, 2), FP32, "adam", REPLICATED, (0.9, 0.95), 1, 0, None),
     ("resid_lambdas", (11, 2), FP32, "adam", REPLICATED, (0.9, 0.95), 5, 0, None),
     ("value_embeds", (251520, 768), BF16, "adam", SHARDED, (0.75, 0.95), 75, 5, (31440, 768)),

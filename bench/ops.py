@@ -1,0 +1,465 @@
+"""ops.py: time each kernel alone, at the sizes of the record preset's stages.
+
+    python bench/ops.py                    every operation
+    python bench/ops.py attention head     some of them
+    python bench/ops.py --check            only compare them with their references
+
+An operation is timed only where its results and gradients, on fresh random inputs, are as near to the reference in fp64
+as twice the reference in the same low precision (plus two units in the last place), which is the tests' rule.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from step_worker import keys_seen
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+import triton_kernels as kernels  # noqa: E402
+from dc_triton_kernels import dc_correction, dc_correction_reference  # noqa: E402
+
+# The public v3 trainer, unchanged in its mathematics, measured on one H200 on 2026-11-30 (torch 2.11.0+cu130, Triton
+# 3.6.0, flash-attn-4 4.0.0b36): GPU us in stages 0, 1, 2, forward and then forward + backward, of one attention layer
+# (mean of ten), the DC layer, the head with its cross-entropy and transposes, and of the two fused linear + relu^2
+# kernels of one MLP, FP8 up and bf16 back (ms a step over 8 micro-batches, and over 11 MLPs).
+V3_US = {
+    "attention": ((58, 201), (141, 489), (251, 847)),
+    "dc": ((375, 975), (788, 2038), (1200, 3125)),
+    "head fp8": ((math.nan, 4088), (math.nan, 8425), (math.nan, 12663)),
+    "mlp fused kernels": ((243,), (493,), (736,)),
+}
+HEADING = f"{'operation':32}{'stage':>6}{'us':>10}{'achieved':>16}{'ceiling':>9}{'torch':>7}{'v3':>7}"
+LEGEND = """\
+achieved: bytes that must move, or multiplications and additions, a second. ceiling: the time that these would take at
+the rates measured here, over the time taken. torch, v3: our time over torch's best or the eager reference's, and over
+the v3 trainer's on an H200; below 1 is faster. + backward: forward and backward together. Times: medians of replayed
+CUDA graphs. The measured ceilings are a copy of 1 GiB and products of 8192 x 8192 matrices. What depends on no stage
+is timed once, as stage 0."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one micro-batch of a stage looks like to the kernels."""
+
+    stage: int
+    model: train_gpt.ModelConfig
+    view: train_gpt.View
+    mtp: list[float]
+    T: int
+    device: str = "cuda"
+    fp8: bool = True
+
+    @classmethod
+    def of(cls, cfg: train_gpt.RunConfig, stage: int, T: int = 0, **more) -> "Sizes":
+        step = (0, *train_gpt.stage_ends(cfg))[stage]
+        T = T or train_gpt.stage_at(cfg, step).batch_tokens // train_gpt.PIECES
+        return cls(stage, cfg.model, train_gpt.view_at(cfg, step), train_gpt.mtp_weights(cfg, step), T, **more)
+
+    def randn(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return (scale * torch.randn(shape, device=self.device)).to(dtype or self.model.dtype)
+
+    def heads(self, *columns: int) -> Tensor:
+        """(T, ..., heads, head dim)"""
+        return self.randn(self.T, *columns, self.model.heads, self.model.head_dim)
+
+    def normed_heads(self) -> Tensor:
+        return F.rms_norm(self.heads(), (self.model.head_dim,))
+
+    def tensor(self, values, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def documents(self) -> np.ndarray:
+        """Lengths of log-normal documents (median e^6 tokens) that fill T, cut at the stage's longest."""
+        lengths = np.ceil(np.random.default_rng(0).lognormal(6, 1, self.T)).astype(np.int64)
+        ends = np.minimum(np.cumsum(np.minimum(lengths, self.view.max_len)), self.T)
+        return np.diff(np.unique(ends), prepend=0)
+
+    def boundaries(self) -> Tensor:
+        return self.tensor([0, *np.cumsum(self.documents()), self.T, self.T], torch.int32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on inputs of one size. With two costs its inputs want gradients."""
+
+    name: str
+    op: Callable  # of the inputs: a tensor or several
+    reference: Callable  # what `op` must agree with; in fp64 where it is given fp64
+    inputs: Callable[[], list[Tensor]]  # fresh ones
+    costs: tuple[dict[str, float], ...]  # bytes ("copy") and FLOPs ("bf16", "fp8"), forward and forward + backward
+    exact: Callable | None = None  # in place of `reference` in fp64
+    torch: Callable | None = None  # torch's best, in place of the reference
+    mutates: bool = False  # its inputs
+    bitwise: bool = False  # op and reference agree to the bit
+    calls: int = 1  # that `op` makes; what is printed is for one
+    sets: int = 1  # of inputs to go round, so that none is found in the L2 cache
+
+
+def pair(name: str) -> tuple[Callable, Callable]:
+    """A kernel's operation and its reference."""
+    return getattr(kernels, name), getattr(kernels, f"{name.rstrip('_')}_reference{'_' * name.endswith('_')}")
+
+
+# === Operations ===
+
+
+def attention_cases(s: Sizes) -> Iterator[Case]:
+    """All attention layers of the model; figures are for one in the mean."""
+    lengths, cu_seqlens, m = s.documents(), s.boundaries(), s.model
+    windows = {"short": s.view.short, "long": s.view.long}
+    layers = [(windows[spec.window], spec.paired) for spec in m.plan if spec.window in windows]
+    keys = sum(keys_seen(lengths * (1 + paired), window) / (1 + paired) for window, paired in layers)
+    flops = 4 * m.head_dim * m.heads * keys
+
+    def every_layer(attention: Callable, **options) -> Callable:
+        def run(*qkv: Tensor) -> list[Tensor]:
+            rows = zip(qkv[::3], qkv[1::3], qkv[2::3], layers)
+            return [
+                attention(q, k, v, cu_seqlens, window=window, scale=s.view.scale, paired=paired, **options)
+                for q, k, v, (window, paired) in rows
+            ]
+
+        return run
+
+    yield Case(
+        "attention",
+        every_layer(kernels.attention, max_logit=2**0.5 * m.head_dim * s.view.scale),  # as train_gpt.attend has it
+        every_layer(kernels.attention_reference),
+        lambda: [x for _ in layers for x in (s.normed_heads(), s.normed_heads(), s.heads())],
+        ({"bf16": flops}, {"bf16": 3.5 * flops}),
+        torch=every_layer(kernels.flash_attention, max_len=s.view.max_len),
+        calls=len(layers),
+    )
+
+
+def dc_cases(s: Sizes) -> Iterator[Case]:
+    cu_seqlens, one = s.boundaries(), s.heads().nbytes
+    ops = (partial(op, scale=s.view.scale, window=s.model.dc_window) for op in (dc_correction, dc_correction_reference))
+    ours, reference = (lambda *x, op=op: op(*x, cu_seqlens) for op in ops)
+
+    def inputs() -> list[Tensor]:
+        w1, w2 = (s.randn(s.T, s.model.heads) for _ in range(2))
+        return [s.normed_heads(), s.normed_heads(), s.heads(), w1, w2, s.heads()]
+
+    yield Case("dc", ours, reference, inputs, ({"copy": 5 * one}, {"copy": 12 * one}))
+
+
+def head_cases(s: Sizes) -> Iterator[Case]:
+    D, V = s.model.dim, s.model.vocab_padded
+    targets = (s.model.vocab_size * torch.rand(s.T, device=s.device) ** 3).long()
+    weights, product = s.tensor(s.mtp), 2 * s.T * D * V
+
+    def inputs() -> list[Tensor]:
+        return [F.rms_norm(s.randn(s.T, D), (D,)), s.randn(D, V, scale=0.02)]
+
+    def eager(x: Tensor, w: Tensor) -> Tensor:  # one target
+        z = 23 * torch.sigmoid((x @ w + 5) / 7.5)
+        return F.cross_entropy(z.float(), targets, reduction="none")
+
+    def loss(op: Callable, fp8: bool) -> Callable:
+        return lambda x, w: op(x, w, targets, weights.to(torch.promote_types(x.dtype, torch.float32)), fp8=fp8)
+
+    for rate in ("fp8", "bf16") if s.fp8 else ("bf16",):
+        ours, reference = (loss(op, rate == "fp8") for op in pair("head_loss"))
+        exact = loss(kernels.head_loss_reference, False)
+        costs = {rate: product}, {rate: 3 * product}
+        yield Case(f"head {rate}", ours, reference, inputs, costs, exact=exact, torch=eager)
+    ours, reference = (partial(op, targets=targets) for op in pair("head_cross_entropy"))
+    yield Case("head evaluation", ours, reference, inputs, ({"bf16": product},), torch=eager)
+
+
+def mlp_cases(s: Sizes) -> Iterator[Case]:
+    D, hidden = s.model.dim, 4 * s.model.dim
+    product = 2 * s.T * D * hidden
+    w_fc, w_proj = s.randn(hidden, D, scale=D**-0.5), s.randn(hidden, D, scale=hidden**-0.5)
+    mlp, plain = pair("mlp")
+
+    def inputs() -> list[Tensor]:
+        return [s.randn(s.T, D), w_fc, w_proj]
+
+    yield Case("mlp bf16", mlp, plain, inputs, ({"bf16": 2 * product}, {"bf16": 6 * product}))
+    if not s.fp8:
+        return
+    fp8 = kernels.QuantizedWeight(*kernels.quantize(w_fc))
+    costs = {"fp8": product, "bf16": product}, {"fp8": product, "bf16": 5 * product}
+    yield Case("mlp fp8", partial(mlp, fp8=fp8), partial(plain, fp8=fp8), inputs, costs, exact=plain, torch=plain)
+
+    def fused(n: Tensor, g: Tensor) -> list[Tensor]:
+        post = kernels.mlp_up(n, w_fc, *fp8)
+        return [post, kernels.mlp_dpre(g, w_proj, post)]
+
+    def eager(n: Tensor, g: Tensor) -> list[Tensor]:
+        relu = (n @ w_fc.to(n.dtype).T).relu()
+        return [relu.square(), 2 * relu * (g @ w_proj.to(g.dtype).T)]
+
+    def emulated(n: Tensor, g: Tensor) -> list[Tensor]:
+        n8, scale = kernels.quantize_reference(n)
+        relu = ((n8.float() @ fp8.w8.float().T) * (scale * fp8.scale)).to(n.dtype).relu()
+        return [relu.square(), 2 * relu * (g @ w_proj.T)]
+
+    costs = ({"fp8": product, "bf16": product},)
+    two = lambda: [s.randn(s.T, D), s.randn(s.T, D)]  # noqa: E731
+    yield Case("mlp fused kernels", fused, emulated, two, costs, exact=eager, torch=eager)
+    costs = ({"copy": 3 * s.T * D},)
+    yield Case("quantize activations", *pair("quantize"), lambda: two()[:1], costs, bitwise=True, sets=4)
+
+
+def pointwise_cases(s: Sizes) -> Iterator[Case]:
+    D, N, H = s.model.dim, s.model.heads, s.model.head_dim
+    one, lambdas = s.T * D * s.model.dtype.itemsize, s.randn(2, dtype=torch.float32)
+    alpha, gate, angles = s.randn(s.T, N), s.randn(s.T, N), 6 * torch.rand(2 * s.T, H // 4, device=s.device)
+
+    def mixed(op: Callable) -> Callable:  # as before an attention layer: two lambdas, two gates
+        return lambda *x: op([*lambdas.to(torch.promote_types(x[0].dtype, torch.float32)), *x[:2]], x[2:], normed=True)
+
+    def rotated(op: Callable) -> Callable:
+        return lambda qk: op(qk, angles.cos().to(qk.dtype), angles.sin().to(qk.dtype), paired=True, key_offset=False)
+
+    def finished(op: Callable) -> Callable:
+        return lambda y, v: op(y, v, alpha, gate)
+
+    gates = lambda: [s.randn(s.T), s.randn(s.T)]  # noqa: E731
+    for name, wrap, inputs, forward, both in (
+        ("mix", mixed, lambda: gates() + [s.randn(s.T, D) for _ in range(4)], 6, 16),
+        ("norm_rotary", rotated, lambda: [s.heads(2)], 4, 10),
+        ("finish_heads", finished, lambda: [s.heads(), s.heads()], 3, 8),
+    ):
+        yield Case(name, *map(wrap, pair(name)), inputs, ({"copy": forward * one}, {"copy": both * one}), sets=3)
+
+
+def lookup_cases(s: Sizes) -> Iterator[Case]:
+    D, V = s.model.dim, s.model.vocab_padded
+    rows = (s.model.vocab_size * torch.rand(s.T, device=s.device) ** 8).int()
+    order, costs = kernels.lookup_order(rows), ({"copy": (s.T + 2 * len(rows.unique())) * D * s.model.dtype.itemsize},)
+
+    def ours(grad: Tensor, d: Tensor) -> None:
+        kernels.lookup_add_(grad, order, d)
+
+    def reference(grad: Tensor, d: Tensor) -> None:
+        kernels.lookup_add_reference(grad, rows, d)
+
+    yield Case("lookup_add_", ours, reference, lambda: [s.randn(V, D), s.randn(s.T, D)], costs, mutates=True)
+
+
+def banks(s: Sizes) -> dict[str, tuple[int, int, int]]:
+    plan = train_gpt.parameter_plan(s.model)
+    shapes = {name: plan[f"{name}_bank"].shape for name in ("qk", "vo", "mlp")}
+    return {name: (math.prod(shape[:-2]), *shape[-2:]) for name, shape in shapes.items()}
+
+
+def symmetric_cases(s: Sizes) -> Iterator[Case]:
+    for name, (B, R, C) in banks(s).items():
+        gram, size = ("xtx", C) if R > C else ("xxt", R)
+        half, step = B * R * C * size, B * size**3  # FLOPs of one triangle
+        fresh = lambda shape=(B, R, C): [s.randn(*shape, scale=0.03)]  # noqa: E731
+        square = lambda shape=(B, size, size): [x + x.mT for x in [s.randn(*shape, scale=shape[-1] ** -0.5)]]  # noqa: E731
+        powers = (partial(op, beta=-2.5, alpha=0.5) for op in pair("ba_plus_caa"))
+        yield Case(f"{gram} {name} bank", *pair(gram), fresh, ({"bf16": half},))
+        yield Case(f"ba_plus_caa {name} bank", *powers, square, ({"bf16": step},))
+        costs = ({"bf16": 5 * (3 * half + step)},)
+        yield Case(f"polar_express {name} bank", *pair("polar_express"), fresh, costs)
+
+
+def update_cases(s: Sizes) -> Iterator[Case]:
+    """A table of the head's size for Adam, the MLP bank for NorMuon."""
+    (B, R, C), table, fp32 = banks(s)["mlp"], (s.model.vocab_padded, s.model.dim), torch.float32
+    new, low = partial(s.randn, B, R, C), torch.zeros(B, R, C, dtype=torch.uint16, device=s.device)
+    hyper, number, rates = s.tensor([0.75, 0.95, 1e-2, 1e-10, 1e-3]), s.tensor([0.9]), s.tensor([0.01] * B)
+
+    def adam() -> list[Tensor]:
+        moments = s.randn(*table, dtype=fp32, scale=0.1), s.randn(*table, dtype=fp32).square()
+        return [s.randn(*table), s.randn(*table), *moments, hyper.clone()]
+
+    for name, inputs, moved in (
+        ("adam_update_", adam, 22 * math.prod(table)),
+        ("normuon_momentum_", lambda: [new(), new(dtype=fp32), number], 12 * low.numel()),
+        ("normalize_variance_", lambda: [new(), s.randn(B, R, 1, dtype=fp32).square(), number], 6 * low.numel()),
+        ("cautious_update_", lambda: [new().bfloat16(), low.clone(), new(), rates, number], 10 * low.numel()),
+    ):
+        bitwise = name == "cautious_update_"  # the split weights
+        yield Case(name, *pair(name), inputs, ({"copy": moved},), mutates=True, bitwise=bitwise)
+
+
+def transpose_cases(s: Sizes) -> Iterator[Case]:
+    D, V = s.model.dim, s.model.vocab_padded
+    for name, passes in ("transpose_copy", 2), ("transpose_add", 3):
+        costs = ({"copy": passes * D * V * s.model.dtype.itemsize},)
+        both = lambda: [s.randn(D, V), s.randn(V, D)]  # noqa: E731
+        yield Case(name, *pair(name), both, costs, mutates=True, bitwise=True)
+
+
+OPS = {  # cases, and whether they depend on the stage
+    "attention": (attention_cases, True),
+    "dc": (dc_cases, True),
+    "head": (head_cases, True),
+    "mlp": (mlp_cases, True),
+    "pointwise": (pointwise_cases, True),
+    "lookup": (lookup_cases, True),
+    "symmetric": (symmetric_cases, False),
+    "updates": (update_cases, False),
+    "transposes": (transpose_cases, False),
+}
+
+
+# === Checking ===
+
+
+def outputs(op: Callable, inputs: list[Tensor]) -> list[Tensor]:
+    out = op(*inputs)
+    return [out] if isinstance(out, Tensor) else [y for y in out or () if y is not None]
+
+
+def results(op: Callable, inputs: list[Tensor], case: Case) -> list[Tensor]:
+    """What `op` returns, its inputs where it changes them, and all gradients where it has them."""
+    if case.mutates:
+        inputs = [x.clone() for x in inputs]
+        return outputs(op, inputs) + inputs
+    if len(case.costs) == 1:
+        return outputs(op, inputs)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, generator = outputs(op, leaves), torch.Generator(leaves[0].device).manual_seed(0)
+    weights = [torch.randn(y.shape, generator=generator, device=y.device).bfloat16().to(y.dtype) for y in out]
+    return [y.detach() for y in out] + list(torch.autograd.grad(out, leaves, weights))
+
+
+def disagreement(case: Case) -> str:
+    """Empty where op and reference agree, else which result errs by how much."""
+    inputs = case.inputs()
+    got, eager = (results(op, inputs, case) for op in (case.op, case.reference))
+    if case.bitwise:
+        same = [torch.equal(*(y.reshape(-1).view(torch.uint8) for y in ys)) for ys in zip(got, eager)]
+        return "" if all(same) else f"result {same.index(False)} is not the reference's to the bit"
+    wide = [x.double() for x in inputs]
+    for i, (y, exact, low) in enumerate(zip(got, results(case.exact or case.reference, wide, case), eager)):
+        unit, largest = torch.finfo(low.dtype).eps, exact.abs().max().item()
+        error, allowed = ((x.double() - exact).abs().max().item() for x in (y, low))
+        if not error <= 2 * allowed + 2 * unit * largest:  # nor is a NaN
+            return f"result {i} errs by {error:.3g}, the reference in the same precision by {allowed:.3g}"
+    return ""
+
+
+# === Timing ===
+
+
+def time_us(op: Callable, case: Case, backward: bool = False, replays: int = 12) -> float:
+    """Median of CUDA graph replays, us a call; a graph holds one call for each set of inputs."""
+
+    def call() -> Callable:
+        inputs = case.inputs()
+        if not backward:
+            return partial(op, *inputs)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        weights = [torch.randn_like(y) for y in outputs(op, leaves)]
+        return lambda: torch.autograd.grad(outputs(op, leaves), leaves, weights)
+
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.set_grad_enabled(backward):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            calls = [call() for _ in range(case.sets)]
+            for run in calls:
+                run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for run in calls:
+                run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    for mark in marks:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return 1000 * median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) / case.sets / case.calls
+
+
+def ceilings(fp8: bool) -> dict[str, float]:
+    """Bytes or FLOPs a second of this GPU: a large copy, large products."""
+    x, cell = torch.randn(8192, 8192, device="cuda").bfloat16(), torch.ones((), device="cuda")
+    big = x.repeat(8, 1)
+    ops = {"copy": (partial(torch.empty_like(big).copy_, big), 2 * big.nbytes), "bf16": (lambda: x @ x, 2 * 8192**3)}
+    if fp8:
+        x8 = x.to(kernels.E4M3)
+        ops["fp8"] = (
+            partial(torch._scaled_mm, x8, x8.T, cell, cell, out_dtype=x.dtype, use_fast_accum=True),
+            2 * 8192**3,
+        )
+    alone = Case("", outputs, outputs, list, ())
+    return {name: 1e6 * amount / time_us(op, alone) for name, (op, amount) in ops.items()}
+
+
+def timed_rows(case: Case, s: Sizes, peak: dict[str, float]) -> Iterator[str]:
+    for backward, cost in enumerate(case.costs):
+        us = time_us(case.op, case, bool(backward))
+        try:
+            against = us / time_us(case.torch or case.reference, case, bool(backward))
+        except RuntimeError:  # no memory for it, or no graph can hold it
+            against = math.nan
+        v3 = us / V3_US[case.name][s.stage][backward] if case.name in V3_US else math.nan
+        share = sum(1e6 * amount / peak[rate] for rate, amount in cost.items()) / case.calls / us
+        achieved = f"{sum(cost.values()) / case.calls / us / 1e6:.2f} {'TB/s' if 'copy' in cost else 'TFLOP/s'}"
+        ratios = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>7}" for x in (against, v3))
+        yield f"{case.name + ' + backward' * backward:32}{s.stage:>6}{us:>10.1f}{achieved:>16}{share:>9.0%}{ratios}"
+
+
+# === Command line ===
+
+
+def check(name: str, s: Sizes) -> bool:
+    """Compare every case of an operation with its reference; say what disagrees."""
+    problems = {case.name: disagreement(case) for case in OPS[name][0](s)}
+    for case, problem in problems.items():
+        if problem:
+            print(f"{case} is wrong, so {name} is not timed: {problem}.", flush=True)
+    return not any(problems.values())
+
+
+def run(names: list[str], only_check: bool) -> int:
+    """Exit code 0, or 1 where an operation is wrong."""
+    cfg, fp8 = train_gpt.parse_options([]), torch.cuda.get_device_capability() >= (8, 9)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {kernels.triton.__version__}")
+    right = [name for name in names if check(name, Sizes.of(cfg, 0, T=2064, fp8=fp8))]
+    print(f"agree with their references: {', '.join(right) or 'none'}", flush=True)
+    if right and not only_check:
+        peak = ceilings(fp8)
+        print(f"ceilings: {', '.join(f'{name} {rate / 1e12:.2f} T/s' for name, rate in peak.items())}\n{HEADING}")
+        for name in right:
+            cases, per_stage = OPS[name]
+            for stage in range(3 if per_stage else 1):
+                s = Sizes.of(cfg, stage, fp8=fp8)
+                for case in cases(s):
+                    print(*timed_rows(case, s, peak), sep="\n", flush=True)
+        print(LEGEND)
+    return 0 if right == names else 1
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 2, after one sentence on stderr, where nothing can be measured."""
+    parser = argparse.ArgumentParser(prog="ops.py", description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="operation", help=", ".join(OPS))
+    parser.add_argument("--check", action="store_true", help="compare with the references, time nothing")
+    args, problem = parser.parse_args(argv), ""
+    if unknown := [name for name in args.ops if name not in OPS]:
+        problem = f"no operation is called {unknown[0]}: choose among {', '.join(OPS)}."
+    elif not torch.cuda.is_available():
+        problem = "kernels are timed on a GPU and this machine shows none: ./run.sh test interprets them on the CPU."
+    elif kernels.REFERENCE_OPS:
+        problem = "REFERENCE_OPS=1 leaves no kernel to time: unset it."
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return run(args.ops or list(OPS), args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
