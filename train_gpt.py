@@ -31,6 +31,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -393,6 +394,7 @@ CHOICES = {
     "show": ("", "plan", "gates", "params", "schedule"),
 }
 MINIMUM = {"val_every": 1, "val_tokens": 1, "epochs": 1, "micro_splits": 1, "vocab_size": 2, "scheduled_steps": 3}
+MAXIMUM = {"scheduled_steps": 10**6, "extension_steps": 10**6, "epochs": 10**4, "micro_splits": 64, "seed": 2**32 - 1}
 OPTIONS = {f.name: f.type for f in dataclasses.fields(RunConfig) if f.type in (int, str)}
 
 
@@ -434,8 +436,9 @@ def _parse_value(key: str, text: str) -> int | str:
         number = int(text.replace("_", ""))
     except ValueError:
         raise ValueError(f"{key}= takes a whole number; got {text!r}.") from None
-    if number < MINIMUM.get(key, 0):
-        raise ValueError(f"{key}= must be at least {MINIMUM.get(key, 0)}; got {number}.")
+    low, high = MINIMUM.get(key, 0), MAXIMUM.get(key, 2**63)
+    if not low <= number <= high:
+        raise ValueError(f"{key}= must be at {f'least {low}' if number < low else f'most {high}'}; got {number}.")
     return number
 
 
@@ -452,15 +455,11 @@ def validated(cfg: RunConfig) -> RunConfig:
             f"val_tokens= must be a multiple of {group} ({PIECES} sequences of {cfg.schedule.val_chunk}); "
             f"got {cfg.val_tokens}: try val_tokens={nearest}."
         )
-    if cfg.seed >= 2**32:
-        raise ValueError(f"seed= must be below 2**32; got {cfg.seed}.")
     for name in ("train_files", "val_files"):
         if not getattr(cfg, name):
             raise ValueError(f"{name}= names the shards and may not be empty: leave it out for the preset's own.")
-    if len(cfg.run_id) > 100 or cfg.run_id and (Path(cfg.run_id).name != cfg.run_id or cfg.run_id.startswith(".")):
-        raise ValueError(
-            f"run_id= names a file in logs/: up to 100 characters, no path, no dot first; got {cfg.run_id!r}."
-        )
+    if cfg.run_id and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,99}", cfg.run_id):
+        raise ValueError(f"run_id= names a log: up to 100 letters, digits, - _ and inner dots; got {cfg.run_id!r}.")
     return cfg
 
 
@@ -506,9 +505,7 @@ def launched_ranks() -> tuple[int, int, int]:
     given = [name for name in names if os.environ.get(name, "") != ""]
     if given and len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
-        raise ValueError(
-            f"{', '.join(given)} is set but {missing} is not: start with torchrun --nproc_per_node=8 train_gpt.py."
-        )
+        raise ValueError(f"{', '.join(given)} is set but {missing} is not: start with torchrun train_gpt.py.")
     values = [os.environ.get(name) or default for name, default in zip(names, ("0", "0", "1"))]
     told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
     if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
@@ -697,7 +694,9 @@ def _commit() -> str:
     try:
         git = ("git", "-C", str(ROOT))
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        ).stdout
         return head + (" (dirty)" if changed.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -1284,16 +1283,12 @@ class NorMuonAndAdam:
             everyone: list[object] = [None] * self.world_size
             if kind in self._agreed:  # the other ranks have no reason to ask again: fail here, alone and at once
                 changed = ", ".join(sorted(self._agreed[kind] ^ have))
-                raise RuntimeError(
-                    f"rank {self.rank}: the set of gradients changed ({changed}) since ranks agreed on it."
-                )
+                raise RuntimeError(f"rank {self.rank}: the set of gradients changed ({changed}) since ranks agreed.")
             dist.all_gather_object(everyone, have)
             partial = sorted(frozenset.union(*everyone) - frozenset.intersection(*everyone))
             if partial:
                 without = {label: [r for r, got in enumerate(everyone) if label not in got] for label in partial}
-                raise RuntimeError(
-                    f"gradients are missing on some ranks only: {without}: every rank must use the same parameters."
-                )
+                raise RuntimeError(f"gradients are missing on some ranks only: {without}: use the same on all.")
         self._agreed[kind] = have
         return [state for state in states if state.spec.label in have]
 
@@ -1454,9 +1449,7 @@ def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
         )
     bos_positions = np.flatnonzero(tokens == bos_id)
     if len(bos_positions) == 0:
-        raise ValueError(
-            f"{path} holds no document start (token {bos_id}): set bos_id= or write one before each document."
-        )
+        raise ValueError(f"{path} holds no document start (token {bos_id}): set bos_id= or write them.")
     return ShardInfo(Path(path), len(tokens), bos_positions)
 
 
@@ -1548,6 +1541,8 @@ def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
     if steps < cfg.total_steps:
         raise ValueError(_too_few_tokens(cfg, train, requests, pieces, steps))
     val = find_shards(cfg.val_files, cfg)
+    if both := sorted({path.resolve() for path in paths} & {path.resolve() for path in val}):
+        raise ValueError(f"{both[0]} is in train_files= and in val_files=: give validation shards of its own.")
     lengths[cfg.schedule.val_chunk] = max(lengths.get(cfg.schedule.val_chunk, 0), _check_val(cfg, val))
     return DataPlan(train, val, lengths)
 
@@ -2124,10 +2119,12 @@ def project_sources() -> dict[str, str]:
     return {name: (ROOT / name).read_bytes().decode() for name in names}
 
 
-def choose_fp8(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """(on, why)."""
+def choose_fp8(cfg: RunConfig, device: torch.device) -> tuple[bool, str]:
+    """(on, why): where the device has it, for models in bfloat16."""
+    if cfg.fp8 == "off":
+        return False, "as asked"
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return able and wanted != "off", "as asked" if wanted != "auto" else f"this device has {'' if able else 'no '}FP8"
+    return able and cfg.model.dtype == torch.bfloat16, f"this device has {'' if able else 'no '}FP8"
 
 
 def run(cfg: RunConfig) -> None:
@@ -2140,7 +2137,7 @@ def run(cfg: RunConfig) -> None:
     try:
         try_gpu(runtime)
         attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
-        fp8, why_fp8 = choose_fp8(cfg.fp8, runtime.device)
+        fp8, why_fp8 = choose_fp8(cfg, runtime.device)
         log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
         log_header(log, cfg, runtime, sources)
         if runtime.device.type == "cuda":
@@ -2188,7 +2185,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         told, code = "interrupted outside the training loop: nothing new was saved.", 130
     rank = os.environ.get("RANK", "")
-    if rank in ("", "0") or not (rank.isdecimal() and os.environ.get("WORLD_SIZE")):  # other ranks know the same
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if rank in ("", "0") or not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
     return code
 

@@ -1096,6 +1096,8 @@ SYMMETRIC_TILES = {  # card: launch; H200, 2026-11-30, Triton 3.6: xtx of (24, 3
 
 def _use_matrix_kernel(*tensors: Tensor) -> bool:
     """use_kernel, where the tensor cores take the dtype: a GPU's fp32 and fp64 products stay torch's."""
+    shape = tuple(tensors[0].shape)
+    require(len(shape) in (2, 3), f"not a matrix or a bank of them: {shape}; flatten the leading dimensions")
     wide = {torch.float64, torch.float32} if tensors[0].is_cuda else {torch.float64}
     return use_kernel(*tensors) and tensors[0].dtype not in wide
 
@@ -1164,8 +1166,6 @@ def _symmetric_kernel(x, out, bank_stride, row_stride, depth_stride, size, depth
 
 def _launch_symmetric(x, alpha=1.0, beta=0.0, diagonal=0.0, step=False, normalize=False):
     """X X^T of one matrix or of each in a bank; the other arguments as in _symmetric_kernel."""
-    require(x.ndim in (2, 3), f"a symmetric product takes a matrix or a bank of them, got shape {tuple(x.shape)}; "
-                              "flatten the leading dimensions")
     x_BRC = x if x.ndim == 3 else x[None]
     B, size, depth = x_BRC.shape
     out = torch.empty((B, size, size), dtype=x.dtype, device=x.device)
@@ -2385,7 +2385,11 @@ def _check_fp8(lm_head):
 
 
 def quantize_head(lm_head):
-    """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=)."""
+    """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=).
+
+    On a GPU for 16-bit weights only: from fp32 the transposed layout came out with rows missing (Triton 3.6).
+    """
+    require(not lm_head.is_cuda or lm_head.element_size() == 2, f"FP8 takes a 16-bit head, not {lm_head.dtype}")
     if use_kernel(lm_head) and lm_head.dtype != torch.float64:
         return QuantizedHead(*_quantize_head(lm_head.detach()))
     w8_DV = (lm_head.detach().float() / W_SCALE).clamp(-448, 448).to(E4M3)

@@ -74,7 +74,9 @@ def aot_all(rows):
 
 
 def assert_fits(figures, arch, max_registers=255):
-    """No spills, shared memory within the architecture's limit."""
+    """No spills, shared memory within the architecture's limit, by the Triton that requirements.txt pins (or newer)."""
+    if tuple(map(int, triton_kernels.triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("registers and spills are bounded for the pinned Triton")
     limits = {"registers": max_registers, "spills": 0, "shared": SHARED_LIMIT[arch]}
     assert all(figures[name] <= limits[name] for name in limits), f"sm_{arch}: {figures}, limits {limits}"
 

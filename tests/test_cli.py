@@ -159,7 +159,7 @@ def test_variants(variant, steps, fields):
     assert (demo.table, demo.model.plan, demo.model.sign_rows > 0) == (cfg.table, cfg.model.plan, variant == "v3")
 
 
-RUN_ID = "run_id= names a file in logs/: up to 100 characters, no path, no dot first; got "
+RUN_ID = "run_id= names a log: up to 100 letters, digits, - _ and inner dots; got "
 
 
 @pytest.mark.parametrize(
