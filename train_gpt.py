@@ -779,17 +779,17 @@ def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: to
     """(implementation, why), agreed among ranks. `auto`: our kernel where it agrees with the reference everywhere."""
     if wanted != "auto" or device.type != "cuda":
         return ("reference", "no GPU") if wanted == "auto" else (wanted, "as asked")
+    other = "torch" if dtype.itemsize == 2 else "reference"  # FlashAttention takes 16 bits only
     try:
         error = kernels.probe_attention(device, head_dim, dtype)
-        choice = ("triton", f"agrees with the reference to {error:.4f}")
-        if error > 0.05:
-            choice = ("torch", f"our kernel differs from the reference by {error:.3f} here")
+        how = "agrees with" if error <= 0.05 else "differs from"
+        choice = ("triton" if error <= 0.05 else other, f"our kernel {how} the reference, to {error:.4f}")
     except Exception as problem:  # any failure of an untried compiler or driver means: use the other implementation
-        choice = ("torch", f"our kernel does not run here ({repr(problem).splitlines()[0]})")
+        choice = (other, f"our kernel does not run here ({repr(problem).splitlines()[0]})")
     if dist.is_initialized():
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, choice)
-        choice = min(everyone)  # torch before triton: one rank that cannot decides for all
+        choice = min(everyone)  # reference, torch, triton: one rank that cannot decides for all
     return choice
 
 
@@ -2169,6 +2169,10 @@ def run(cfg: RunConfig) -> None:
 
 def main(argv: list[str]) -> int:
     """Options in, exit code out: 0; 2 after a sentence a problem on stderr; Stopped's own; 130 for an early Ctrl+C."""
+    if {"-h", "--help"} & set(argv):
+        options = "".join(f"\n    {name}={getattr(RunConfig(), name)}" for name in OPTIONS)
+        print(__doc__.partition("\n\nEvery run")[0], f"\n\nOptions and the record preset's values:{options}")
+        return 0
     try:
         cfg = parse_options(argv)
         if cfg.show:

@@ -108,6 +108,7 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
             text = record.get(text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+                found = f"{type(text).__name__} there" if text is not None else found
                 raise ValueError(
                     f"{path}, line {number}: a document is an object with a string {text_key!r}, but this line holds "
                     f"{found}: name the field with --text-key."

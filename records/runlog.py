@@ -340,5 +340,5 @@ def run_command(main) -> None:
 
 
 def complain(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
+    print(f"error: {sentence}", file=sys.stderr)
     return 2

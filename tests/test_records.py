@@ -509,7 +509,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, package, modu
     with pytest.raises(SystemExit) as ended:
         runlog.run_command(script.main)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"{package} is missing; install it with: pip install -r requirements-dev.txt\n"
+    told = f"error: {package} is missing; install it with: pip install -r requirements-dev.txt\n"
+    assert capsys.readouterr().err == told
 
 
 # === Snapshots ===
