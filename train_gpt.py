@@ -1866,6 +1866,7 @@ class MicroStep:
         torch.cuda.current_stream().wait_stream(side)
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient
+        torch.cuda.empty_cache()  # or the trial's memory would stay beside the graphs' own
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             loss = self._run(Batch(*static[:-1]), view, static[-1])
         return graph, static, loss
