@@ -1096,10 +1096,13 @@ SYMMETRIC_TILES = {  # card: launch; H200, 2026-11-30, Triton 3.6: xtx of (24, 3
 
 def _use_matrix_kernel(*tensors: Tensor) -> bool:
     """use_kernel, where the tensor cores take the dtype: a GPU's fp32 and fp64 products stay torch's."""
-    shape = tuple(tensors[0].shape)
-    require(len(shape) in (2, 3), f"not a matrix or a bank of them: {shape}; flatten the leading dimensions")
     wide = {torch.float64, torch.float32} if tensors[0].is_cuda else {torch.float64}
     return use_kernel(*tensors) and tensors[0].dtype not in wide
+
+
+def _check_bank(x: Tensor) -> None:
+    require(x.ndim in (2, 3), f"a product takes a matrix or a bank of them, got shape {tuple(x.shape)}; flatten the "
+                              "leading dimensions")
 
 
 def xxt_reference(x_BRC: Tensor) -> Tensor:
@@ -1186,11 +1189,13 @@ def xxt(x_BRC: Tensor) -> Tensor:
     Grad  none: for the optimizer
     Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
     """
+    _check_bank(x_BRC)
     return _launch_symmetric(x_BRC) if _use_matrix_kernel(x_BRC) else xxt_reference(x_BRC)
 
 
 def xtx(x_BRC: Tensor) -> Tensor:
     """X^T X for every matrix of a bank, (B, C, C); otherwise as xxt.  Reference: xtx_reference."""
+    _check_bank(x_BRC)
     return _launch_symmetric(x_BRC.mT) if _use_matrix_kernel(x_BRC) else xtx_reference(x_BRC)
 
 
