@@ -35,7 +35,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 import uuid
 import zlib
@@ -56,8 +55,10 @@ from tqdm import tqdm
 
 import checkpoints
 import dc_triton_kernels
+import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
+from preflight import launched_ranks
 
 # === §1 Config ===
 # Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
@@ -499,20 +500,6 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
 
-def launched_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun gives them; (0, 0, 1) without a launcher. Raises ValueError."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = [name for name in names if os.environ.get(name, "") != ""]
-    if given and len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
-        raise ValueError(f"{', '.join(given)} is set but {missing} is not: start with torchrun train_gpt.py.")
-    values = [os.environ.get(name) or default for name, default in zip(names, ("0", "0", "1"))]
-    told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
-    if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
-        raise ValueError(f"ranks must be whole numbers below WORLD_SIZE; got {told}: start with torchrun.")
-    return tuple(map(int, values))
-
-
 def check_world_size(cfg: RunConfig, world_size: int) -> str:
     """One sentence where this many ranks cannot share the global batches evenly, else ''."""
     plan, shared = parameter_plan(cfg.model), {stage.batch_tokens for stage in stages_by_step(cfg)}
@@ -525,68 +512,10 @@ def check_world_size(cfg: RunConfig, world_size: int) -> str:
     return f"the number of GPUs must be one of {told}; got {world_size}: try NPROC={nearest} ./run.sh."
 
 
-def check_device(cfg: RunConfig, world_size: int) -> str:
-    """One sentence where this machine cannot run the preset, else ''."""
-    if sys.platform == "win32":
-        return "native Windows is not supported: use Linux or WSL2."
-    if not torch.cuda.is_available():
-        if cfg.preset == "demo":
-            return ""
-        return "no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run ./run.sh demo."
-    if torch.version.hip:
-        return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs (Ampere or newer), or the demo on a CPU."
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        return (
-            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and bfloat16 kernels need 8.0 "
-            "(Ampere) or newer: hide it with CUDA_VISIBLE_DEVICES= to run the demo on the CPU."
-        )
-    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), torch.cuda.device_count()
-    if local > visible:
-        return f"{local} processes need as many GPUs, but {visible} are visible: try NPROC={visible} ./run.sh."
-    return check_compiler()
-
-
-def check_choices(cfg: RunConfig) -> str:
-    """One sentence where fp8= or attention= asks for what this machine or version lacks, else ''."""
-    gpu = torch.cuda.is_available()
-    if cfg.fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
-        return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
-    if cfg.attention == "fa4":
-        return "attention=fa4 is not built into this version: use attention=auto, triton or torch."
-    if gpu or cfg.attention in ("auto", "reference"):
-        return ""
-    return f"attention={cfg.attention} needs a GPU: use attention=auto or attention=reference on the CPU."
-
-
-def check_compiler() -> str:
-    """Triton builds launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
-        return "Triton needs a C compiler and none is on PATH: install gcc (apt-get install gcc) or set CC."
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
-        return f"Triton needs Python's headers and {header} does not exist: install python3-dev for this Python."
-    return ""
-
-
-def check_logs(folder: Path, run_id: str) -> str:
-    """One sentence where logs/<run_id>.txt cannot be started, else ''. Leaves nothing behind but the folder."""
-    if run_id and (folder / f"{run_id}.txt").exists():
-        return f"run_id={run_id} already has the log {folder / (run_id + '.txt')}: choose another run_id=."
-    probe = folder / f".probe-{uuid.uuid4().hex}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
-    return ""
-
-
 def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
     """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line a fault."""
-    problems = [check_world_size(cfg, world_size), check_device(cfg, world_size), check_choices(cfg)]
-    problems.append(check_logs(Path("logs"), cfg.run_id))
+    problems = [check_world_size(cfg, world_size), preflight.check_device(cfg.preset, world_size)]
+    problems += [preflight.check_choices(cfg.fp8, cfg.attention), preflight.check_logs(Path("logs"), cfg.run_id)]
     plan = saved = None
     try:
         if cfg.resume:

@@ -1,0 +1,86 @@
+"""What a run asks of its machine before any GPU work: ranks, GPU, compiler, log folder.
+
+Each check gives one sentence that names rule, value and remedy, or '' where nothing is wrong, so that a user reads all
+of them at once.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+import uuid
+from pathlib import Path
+
+import torch
+
+
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun gives them; (0, 0, 1) without a launcher. Raises ValueError."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = [name for name in names if os.environ.get(name, "") != ""]
+    if given and len(given) < len(names):
+        missing = ", ".join(name for name in names if name not in given)
+        raise ValueError(f"{', '.join(given)} is set but {missing} is not: start with torchrun train_gpt.py.")
+    values = [os.environ.get(name) or default for name, default in zip(names, ("0", "0", "1"))]
+    told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
+    if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
+        raise ValueError(f"ranks must be whole numbers below WORLD_SIZE; got {told}: start with torchrun.")
+    return tuple(map(int, values))
+
+
+def check_device(preset: str, world_size: int) -> str:
+    """One sentence where this machine cannot run the preset, else ''."""
+    if sys.platform == "win32":
+        return "native Windows is not supported: use Linux or WSL2."
+    if not torch.cuda.is_available():
+        if preset == "demo":
+            return ""
+        return "no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run ./run.sh demo."
+    if torch.version.hip:
+        return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs (Ampere or newer), or the demo on a CPU."
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and bfloat16 kernels need 8.0 "
+            "(Ampere) or newer: hide it with CUDA_VISIBLE_DEVICES= to run the demo on the CPU."
+        )
+    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), torch.cuda.device_count()
+    if local > visible:
+        return f"{local} processes need as many GPUs, but {visible} are visible: try NPROC={visible} ./run.sh."
+    return check_compiler()
+
+
+def check_choices(fp8: str, attention: str) -> str:
+    """One sentence where fp8= or attention= asks for what this machine or version lacks, else ''."""
+    gpu = torch.cuda.is_available()
+    if fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
+        return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
+    if attention == "fa4":
+        return "attention=fa4 is not built into this version: use attention=auto, triton or torch."
+    if gpu or attention in ("auto", "reference"):
+        return ""
+    return f"attention={attention} needs a GPU: use attention=auto or attention=reference on the CPU."
+
+
+def check_compiler() -> str:
+    """Triton builds launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+        return "Triton needs a C compiler and none is on PATH: install gcc (apt-get install gcc) or set CC."
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"Triton needs Python's headers and {header} does not exist: install python3-dev for this Python."
+    return ""
+
+
+def check_logs(folder: Path, run_id: str) -> str:
+    """One sentence where logs/<run_id>.txt cannot be started, else ''. Leaves nothing behind but the folder."""
+    if run_id and (folder / f"{run_id}.txt").exists():
+        return f"run_id={run_id} already has the log {folder / (run_id + '.txt')}: choose another run_id=."
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
+    return ""
