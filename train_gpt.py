@@ -642,7 +642,7 @@ def _packages() -> dict[str, str]:
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-Mixture = list[tuple[Tensor, Tensor]]  # (lambda or per-token gate, stream) pairs to be summed
+Mixture = list[tuple[Tensor | None, Tensor]]  # (lambda, per-token gate or None for 1; stream) pairs to be summed
 
 
 def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
@@ -672,19 +672,21 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor, one: Tensor) -> Mixture:
+def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Mixture:
     """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
-    gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(e_TD[1:, : gate_w.shape[-1]], gate_w))
-    return [(one, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
+    e_TD, near = kernels.leading(e_TD, gate_w.shape[-1])
+    gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(near[1:], gate_w))
+    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
 
 
 def gate_lanes(
-    x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float
+    x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Per-token coefficients (T, width) of each lane: a two-layer GELU MLP, not squashed."""
     widths = [lane.width for lane in lanes]
     total = sum(widths)
-    return ((F.linear(F.gelu(F.linear(x_TD, w1)), w2[:total]) + b2[:total]) * scale).split(widths, dim=-1)
+    gates = (F.linear(F.gelu(F.linear(x_TD, w1)), w2[:total]) + b2[:total]) * scale
+    return gates.to(dtype).split(widths, dim=-1)
 
 
 def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
@@ -747,26 +749,27 @@ class View(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Banks and lambdas, split once a pass: one gradient for each bank, not a bank of zeros for every layer."""
+    """Matrices of the banks by slot, each with the slice of its bank's gradient that its products add to (None where
+    there is no such buffer yet), and lambdas, split once a pass."""
 
-    qk: tuple[Tensor, ...]  # (N, 2H, D) by bank slot: queries of all heads, then keys
-    vo: tuple[Tensor, ...]  # (D, D): V and O by turns
-    mlp: tuple[Tensor, ...]  # (F, D): up and down by turns
+    qk: list[tuple[Tensor, Tensor | None]]  # (2D, D): queries of all heads, then keys
+    vo: list[tuple[Tensor, Tensor | None]]  # (D, D): V and O by turns
+    mlp: list[tuple[Tensor, Tensor | None]]  # (F, D): up and down by turns
     scalars: tuple[Tensor, ...]  # two by layer (before QKV, before O), smear, skip
     resid: tuple[Tensor, ...]  # two by layer: of the residual at the attention and at the MLP
     out: tuple[Tensor, ...]  # two by layer: of what attention and MLP put out
+    lam: tuple[Tensor, ...]  # one by layer: of what attention puts out, without post_lambdas
 
 
 class Streams(NamedTuple):
-    """What layers share: embedding streams, earlier outputs by name, gate lanes by (name, layer)."""
+    """What layers share. Each read of an iterator is an alias, so that gradients meet in one sum: see kernels.fan."""
 
-    x0: Tensor
-    bigram: Tensor
-    value_embeds: tuple[Tensor, ...]  # (T, D) each
-    one: Tensor  # 1.0
-    caches: dict[str, Tensor]
-    norms: dict[str, Tensor | None]  # norm of each cache that attention reads
-    gates: dict[tuple[str, int], Tensor]
+    bigram: Iterator[Tensor]
+    value_embeds: list[tuple[Tensor, Tensor]]  # (T, D) each, and a copy of the first columns
+    caches: dict[str, Iterator[Tensor]]  # earlier outputs by name
+    norms: dict[str, Iterator[Tensor]]  # norm of each cache that attention reads
+    gates: dict[tuple[str, int], Tensor]  # lanes by (name, layer)
+    injections: dict[int, Tensor]  # what the layer's residual takes of x0 and the bigram stream
 
 
 def _pad(rows: int, multiple: int) -> int:
@@ -868,6 +871,8 @@ class GPT(nn.Module):
         read = {spec.reads for spec in cfg.plan}
         followed = [spec.window != "none" and not spec.reads for spec in cfg.plan[1:]] + [False]
         self.norm_is_read = [spec.save_as in read - {""} or next_ for spec, next_ in zip(cfg.plan, followed)]
+        plain_values = torch.tensor([spec.value_embed is None for spec in cfg.plan])
+        self.register_buffer("plain_values", plain_values, persistent=False)
         self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
 
     def rotate_to(self, freqs: Tensor, positions: int) -> None:
@@ -894,97 +899,133 @@ class GPT(nn.Module):
     def features(self, batch: Batch, view: View) -> Tensor:
         """What the head reads, (T, D)."""
         w = self.weights()
-        x, n, s = self.embed_inputs(batch, w)
+        x, n, x0, s = self.embed_inputs(batch, w)
         for i, spec in enumerate(self.cfg.plan):
             if spec.gate_from_here:
-                s.gates.update(self.gate(x, post=True))
+                self.add_gates(x, x0, s, post=True)
             x, n = self.layer(i, x, n, w, s, batch.cu_seqlens, view)
             if spec.save_as:
-                s.caches[spec.save_as], s.norms[spec.save_as] = x, n
+                s.caches[spec.save_as] = kernels.fan(x)
+                x = next(s.caches[spec.save_as])
+                if n is not None:
+                    s.norms[spec.save_as] = kernels.fan(n)
+                    n = next(s.norms[spec.save_as])
         return self.recombine(x, s)
 
     def weights(self) -> Weights:
-        lambdas = (table.to(self.embed.dtype).flatten().unbind() for table in (self.resid_lambdas, self.post_lambdas))
-        mlp = self.mlp_bank.flatten(0, 1).unbind()
-        return Weights(self.qk_bank.split(self.cfg.heads), self.vo_bank.unbind(), mlp, self.scalars.unbind(), *lambdas)
+        D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
 
-    def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Streams]:
-        """Input of layer 0, its norm, and the streams all layers share."""
-        tokens, planes = batch.inputs, self.cfg.value_planes
+        def slots(bank: Tensor, count: int, rows: int) -> list[tuple[Tensor, Tensor | None]]:
+            """The bank as `count` matrices (rows, D), without its padding."""
+            parts = (x.view(-1, D)[: count * rows].view(count, rows, D) for x in (bank, bank.grad) if x is not None)
+            return list(itertools.zip_longest(*(part.unbind() for part in parts), *[()] * (bank.grad is None)))
+
+        banks = slots(self.qk_bank, A, 2 * D), slots(self.vo_bank, 2 * A, D), slots(self.mlp_bank, 2 * L, 4 * D)
+        low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
+        resid, post = (table.to(low).to(wide) for table in (self.resid_lambdas, self.post_lambdas))
+        into_v, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
+        # attention is linear in V: a lambda of all of V may as well scale its output
+        lam = into_o * torch.where(self.plain_values, into_v, 1)
+        out = post * torch.stack((lam, torch.ones_like(lam)), dim=1)
+        lambdas = (table.flatten().unbind() for table in (self.scalars, resid, out, lam))
+        return Weights(*banks, *lambdas)
+
+    def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
+        """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
+        tokens, planes, half = batch.inputs, self.cfg.value_planes, self.cfg.smear_dims // 2
         (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1])
         if self.cfg.sign_rows:
             bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        one = embedding.new_ones(())
-        _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2], one), normed=True)
-        gates = self.gate(x0, post=False)
-        x, n = mix([(one, x0), (gates["bigram", 0], bigram)], normed=True)
-        return x, n, Streams(x0, bigram, tuple(value_embeds), one, {"embed": x}, {}, gates)
+        _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2]), normed=True)
+        x0, bigram = kernels.fan(x0), kernels.fan(bigram)
+        s = Streams(bigram, [kernels.leading(ve, half) for ve in value_embeds], {}, {}, {}, {})
+        self.add_gates(next(x0), x0, s, post=False)
+        x, n = mix([(None, next(x0)), (s.gates["bigram", 0], next(bigram))], normed=True)
+        s.caches["embed"] = kernels.fan(x)
+        return next(s.caches["embed"]), n, x0, s
+
+    def add_gates(self, x: Tensor, x0: Iterator[Tensor], s: Streams, post: bool) -> None:
+        """Compute the pre or post gate from x, and what its lanes let through of x0 and the bigram stream."""
+        gates = self.gate(x, post)
+        s.gates.update(gates)
+        pairs = {
+            i: (gates.get(("x0", i)), gates.get(("bigram", i)) if i else None)  # layer 0's made its input
+            for i, spec in enumerate(self.cfg.plan)
+            if ("x0", i) in gates and not spec.mudd
+        }
+        s.injections.update(zip(pairs, kernels.injections(pairs.values(), next(x0), next(s.bigram))))
 
     def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
         lanes, block = self.cfg.gate_lanes(post), int(post)
         scale = self._mudd_gate_scale.to(x.dtype) if self.cfg.learned_gate_scale else self.cfg.gate_scale
         parts = gate_lanes(
-            x, lanes, self.mudd_gate_w1[block], self.mudd_gate_w2[block], self.mudd_gate_b2[block], scale
+            x, lanes, self.mudd_gate_w1[block], self.mudd_gate_w2[block], self.mudd_gate_b2[block], scale, x.dtype
         )
         return {(lane.name, lane.layer): part for lane, part in zip(lanes, parts)}
 
     def mudd(self, x: Tensor, block: int) -> dict[str, Tensor]:
         """Coefficients by lane, (T, width), fp32: multiway dynamic dense connections (Xiao et al. 2025)."""
         lanes = OUTPUT_LANES if block else MUDD_LANES
-        parts = gate_lanes(x, lanes, self.mudd_w1[block], self.mudd_w2[block], self.mudd_b2[block], MUDD_SCALE)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return {lane.name: part.to(wide) for lane, part in zip(lanes, parts)}
+        parts = gate_lanes(x, lanes, self.mudd_w1[block], self.mudd_w2[block], self.mudd_b2[block], MUDD_SCALE, wide)
+        return {lane.name: part for lane, part in zip(lanes, parts)}
 
     def layer(
         self, i: int, x: Tensor, n: Tensor | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> tuple[Tensor, Tensor | None]:
         """Attention (or the skip connection) into the residual, then the MLP. Gives x and, if read, its norm."""
-        spec = self.cfg.plan[i]
-        mu = self.mudd(x, 0) if spec.mudd else None
+        spec, reads = self.cfg.plan[i], itertools.repeat(x)
+        mu = None
+        if spec.mudd:
+            reads = kernels.fan(x)
+            mu = self.mudd(next(reads), 0)
         if spec.window == "none":
             skip = torch.sigmoid(w.scalars[-1]).to(x.dtype) * s.gates["skip", i]
-            into = [(s.one, x), (skip, s.caches[spec.skip_from])]
+            into = [(None, x), (skip, next(s.caches[spec.skip_from]))]
         else:
-            n = s.norms[spec.reads] if spec.reads else n
-            y = self.attention(i, n, self.extra_values(i, n, x, s, mu), w, s, cu_seqlens, view)
-            into = self.residual(i, x, y, w, s, mu)
+            n, near = next(s.norms[spec.reads]) if spec.reads else n, None
+            if spec.value_embed is not None and not mu:
+                n, near = kernels.leading(n, self.cfg.smear_dims // 2)
+            extra = self.extra_values(i, near, reads, s, mu)
+            y = self.attention(i, n, extra, w, s, cu_seqlens, view)
+            into = self.residual(i, next(reads), y, w, s, mu)
         x, n = mix(into, normed=True)
         quantized = self.quantized[i] if view.fp8 and self.quantized else None
-        y = kernels.mlp(n, w.mlp[2 * i], w.mlp[2 * i + 1], quantized)
+        (w_up, w_down), grads = zip(*w.mlp[2 * i : 2 * i + 2])
+        y = kernels.mlp(n, w_up, w_down, quantized, grads)
         resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[2 * i + 1], w.out[2 * i + 1])
         return mix([(resid, x), (out, y)], normed=self.norm_is_read[i])
 
     def residual(self, i: int, x: Tensor, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
         """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
-        gates = {name: s.gates[name, i] for name in INJECT if (name, i) in s.gates}
-        # attention is linear in V: a lambda of all of V may as well scale its output
-        lam = w.scalars[2 * i + 1] * (w.scalars[2 * i] if self.cfg.plan[i].value_embed is None else 1)
-        if mu is None:  # layer 0's bigram gate already made its input
-            inject = [(gates[name], getattr(s, name)) for name in gates if (name, i) != ("bigram", 0)]
-            return [(w.resid[2 * i], x), (w.out[2 * i] * lam, y), *inject]
+        if mu is None:
+            return [(w.resid[2 * i], x), (w.out[2 * i], y), (None, s.injections[i])]
         # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
-        embed, mid, again = (mu["attn_resid"] * r for r in mu["residual"].split(1, dim=-1))
+        embed, mid, again = (mu["attn_resid"] * mu["residual"]).split(1, dim=-1)
         return [
             (mu["attn_resid"] + again, x),
-            (mu["attn_out"] * lam, y),
-            (embed + gates.get("x0", mu["x0"]), s.caches["embed"]),
-            (mid, s.caches["mid"]),
-            (gates.get("bigram", mu["bigram"]), s.bigram),
+            (mu["attn_out"] * w.lam[i], y),
+            (embed + s.gates.get(("x0", i), mu["x0"]), next(s.caches["embed"])),
+            (mid, next(s.caches["mid"])),
+            (s.gates.get(("bigram", i), mu["bigram"]), next(s.bigram)),
         ]
 
-    def extra_values(self, i: int, n: Tensor, x: Tensor, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
-        """What layer i adds to V, head by head: its value embedding and, with MUDD, three residual streams."""
+    def extra_values(
+        self, i: int, near: Tensor | None, x: Iterator[Tensor], s: Streams, mu: dict[str, Tensor] | None
+    ) -> Mixture:
+        """What layer i adds to V, head by head: its value embedding, gated by the first columns of itself and of the
+        attention's input (near), and with MUDD three residual streams."""
         plane, N = self.cfg.plan[i].value_embed, self.cfg.heads
         if plane is None:
             return []
-        ve, half = s.value_embeds[plane], self.cfg.smear_dims // 2
+        ve, ve_near = s.value_embeds[plane]
         if mu is None:
-            near = torch.cat((n[:, :half], ve[:, :half]), dim=-1)
-            extra = [(2 * torch.sigmoid(F.linear(near, self.ve_gate_bank[plane])), ve)]
+            gate = F.linear(torch.cat((near, ve_near), dim=-1), self.ve_gate_bank[plane])
+            extra = [(2 * torch.sigmoid(gate), ve)]
         else:
-            coefs, streams = mu["value"].split(1, dim=-1), (s.caches["embed"], s.caches["mid"], x)
+            coefs, streams = mu["value"].split(1, dim=-1), (next(s.caches["embed"]), next(s.caches["mid"]), next(x))
             extra = [(mu["value_embed"].repeat_interleave(N // 2, dim=-1), ve)]
             extra += [(c.expand(-1, N), stream) for c, stream in zip(coefs, streams)]
         return [(gate.reshape(-1), stream.view(-1, self.cfg.head_dim)) for gate, stream in extra]
@@ -995,10 +1036,10 @@ class GPT(nn.Module):
         """Attention of layer i from its normed input n, output projection included but for its lambda."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
-        w_qk, w_v, w_o = w.qk[slot].view(2 * D, D), w.vo[2 * slot], w.vo[2 * slot + 1]
-        qk = F.linear(n, w.scalars[2 * i] * w_qk).view(T, 2, N, -1)
+        (w_qk, _), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
+        qk, v = kernels.linear(n, (w.scalars[2 * i] * w_qk, w_v), (None, dw_v))
+        qk = qk.view(T, 2, N, -1)
         q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
-        v = F.linear(n, w_v)
         if extra:
             v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
@@ -1011,7 +1052,7 @@ class GPT(nn.Module):
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
-        return F.linear(y.reshape(T, D), w_o)
+        return kernels.linear(y.reshape(T, D), (w_o,), (dw_o,))[0]
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""
@@ -1027,8 +1068,8 @@ class GPT(nn.Module):
 
     def recombine(self, x: Tensor, s: Streams) -> Tensor:
         """Norm of the last layer's output plus earlier streams, by MUDD coefficients."""
-        nu, sources = self.mudd(x, 1), {**s.caches, "value_embed": s.value_embeds[0]}
-        return mix([(s.one, x), *((nu[lane.name], sources[lane.name]) for lane in OUTPUT_LANES)], normed=True)[1]
+        nu, sources = self.mudd(x, 1), {**s.caches, "value_embed": itertools.repeat(s.value_embeds[0][0])}
+        return mix([(None, x), *((nu[lane.name], next(sources[lane.name])) for lane in OUTPUT_LANES)], normed=True)[1]
 
 
 # === §5 Optimizer ===
@@ -1787,7 +1828,7 @@ class MicroStep:
         parameters, graph = list(self.model.parameters()), torch.cuda.CUDAGraph()
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
-            parameter.grad = None
+            parameter.grad = torch.zeros_like(parameter)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

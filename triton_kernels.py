@@ -25,6 +25,7 @@ Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V v
 multi-token weights or mixed streams, B matrices in a bank, R rows, C columns.
 """
 
+import itertools
 import math
 import os
 from functools import lru_cache, partial
@@ -425,6 +426,8 @@ NORM_EPS = torch.finfo(torch.float32).eps  # 2**-23, for every dtype
 POINTWISE_TILES = {
     "mix forward": dict(ROWS=1, num_warps=1),
     "mix backward": dict(ROWS=1, num_warps=1),
+    "injections forward": dict(ROWS=1, num_warps=1),
+    "injections backward": dict(ROWS=1, num_warps=4),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
@@ -455,7 +458,7 @@ def mix_reference(coefs, streams, *, normed):
     inner = torch.promote_types(dtype, torch.float32)
     x = None
     for c, s in zip(coefs, streams):
-        c, s = c.to(inner), s.to(inner)
+        c, s = s.new_ones((), dtype=inner) if c is None else c.to(inner), s.to(inner)
         c = c[:, None] if c.dim() == 1 else c
         x = c * s if x is None else torch.addcmul(x, c, s)
     n = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS).to(dtype) if normed else None
@@ -468,9 +471,11 @@ def _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, T, D, K: tl.constex
     inside = (t < T)[:, None] & (d < D)
     x = tl.zeros(inside.shape, tl.float32)
     for k in tl.static_range(K):
-        c = tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0)
-        s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0)
-        x += c.to(tl.float32)[:, None] * s.to(tl.float32)
+        s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0).to(tl.float32)
+        if coefs[k] is None:
+            x += s
+        else:
+            x += tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None] * s
     return x
 
 
@@ -514,21 +519,27 @@ def _mix_backward_kernel(
             s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0).to(tl.float32)
             tl.store(dcoefs[k] + t, tl.sum(total * s, 1).to(dcoefs[k].dtype.element_ty), mask=t < T)
         if dstreams[k] is not None:
-            c = tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)
-            tl.store(dstreams[k] + at, (c[:, None] * total).to(dstreams[k].dtype.element_ty), mask=inside)
+            ds = total
+            if coefs[k] is not None:
+                ds *= tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None]
+            tl.store(dstreams[k] + at, ds.to(dstreams[k].dtype.element_ty), mask=inside)
+
+
+def _steps(coefs):
+    """From one token's coefficient to the next one's: 0 for scalars."""
+    return tuple(0 if c is None or c.numel() == 1 else c.stride(0) for c in coefs)
 
 
 def _launch_mix(kernel, name, pointers, coefs, streams, gradients=()):
     (T, D), tiles = streams[0].shape, POINTWISE_TILES[name]
     streams = [_pointwise_rows(s) for s in streams]
-    coef_steps = tuple(0 if c.numel() == 1 else c.stride(0) for c in coefs)
     kernel[(triton.cdiv(T, tiles["ROWS"]),)](
-        *pointers, tuple(coefs), tuple(streams), *gradients, coef_steps, tuple(s.stride(0) for s in streams), T,
+        *pointers, tuple(coefs), tuple(streams), *gradients, _steps(coefs), tuple(s.stride(0) for s in streams), T,
         K=len(streams), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
 
 
 @torch.library.custom_op("speedrun::mix_forward", mutates_args=())
-def mix_forward(coefs: list[Tensor], streams: list[Tensor], normed: bool) -> tuple[Tensor, Tensor]:
+def mix_forward(coefs: list[Tensor | None], streams: list[Tensor], normed: bool) -> tuple[Tensor, Tensor]:
     """x and n, (T, D) each; n is empty unless `normed`."""
     x, n = _mix_empty_results(coefs, streams, normed)
     _launch_mix(_mix_forward_kernel, "mix forward", (x, n if normed else None), coefs, streams)
@@ -543,7 +554,7 @@ def _mix_empty_results(coefs, streams, normed):
 
 @torch.library.custom_op("speedrun::mix_backward", mutates_args=())
 def mix_backward(
-    dx: Tensor | None, dn: Tensor | None, coefs: list[Tensor], streams: list[Tensor], needs: list[bool],
+    dx: Tensor | None, dn: Tensor | None, coefs: list[Tensor | None], streams: list[Tensor], needs: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
     """(scalars,) fp32, the gradients of the scalar coefficients in `needs`; then those of all other coefficients and
     streams, empty where `needs` (coefficients first) does not ask for them."""
@@ -562,13 +573,14 @@ def mix_backward(
 def _mix_empty_gradients(dx, dn, coefs, streams, needs):
     scalars = _mix_scalars(coefs, needs)
     own = [need and not scalar for scalar, need in zip(scalars, needs)]
-    grads = [x.new_empty(x.shape if mine else (0,)) for x, mine in zip([*coefs, *streams], own)]
+    grads = [like.new_empty(like.shape if mine else (0,))
+             for like, mine in zip([streams[0] if c is None else c for c in coefs] + streams, own)]
     return streams[0].new_empty(sum(scalars), dtype=torch.float32), grads
 
 
 def _mix_scalars(coefs, needs):
     """Which of `needs` are scalar coefficients: their gradients are summed over all tokens, in a second kernel."""
-    return [c.numel() == 1 and need for c, need in zip(coefs, needs)] + [False] * len(coefs)
+    return [c is not None and c.numel() == 1 and need for c, need in zip(coefs, needs)] + [False] * len(coefs)
 
 
 class _Mix(torch.autograd.Function):
@@ -584,23 +596,41 @@ class _Mix(torch.autograd.Function):
         inputs, needs = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
         if dx is None and dn is None:
             return (None,) * (1 + len(inputs))
-        coefs, streams = list(inputs[:len(inputs) // 2]), list(inputs[len(inputs) // 2:])
-        dscalars, grads = mix_backward(dx, dn, coefs, streams, needs)
-        dscalars = iter(dscalars.unbind())
-        grads = [next(dscalars).to(x.dtype).view(x.shape) if scalar else g
-                 for x, g, scalar in zip(inputs, grads, _mix_scalars(coefs, needs))]
-        return None, *(g if need else None for g, need in zip(grads, needs))
+        K = len(inputs) // 2
+        coefs, streams = list(inputs[:K]), list(inputs[K:])
+        # Streams without a coefficient share one gradient, the sum's, and without a norm that came in.
+        alike = [K + k for k in range(K) if coefs[k] is None and needs[K + k]]
+        for i in alike[dn is not None:]:
+            needs[i] = False
+        if any(needs):
+            dscalars, grads = mix_backward(dx, dn, coefs, streams, needs)
+            dscalars = iter(dscalars.unbind())
+            grads = [next(dscalars).to(x.dtype).view(x.shape) if scalar else g if need else None
+                     for x, g, need, scalar in zip(inputs, grads, needs, _mix_scalars(coefs, needs))]
+        else:
+            grads = [None] * (2 * K)
+        for i in alike:
+            grads[i] = dx if dn is None else grads[alike[0]]
+        return None, *grads
+
+
+def _check_gates(coefs, s):
+    require(all(c.is_floating_point() and (c.numel() == 1 or c.shape in ((len(s),), (len(s), 1))) for c in coefs),
+            f"coefficients must be one element, ({len(s)},) or ({len(s)}, 1), floating point, "
+            f"not {[(tuple(c.shape), str(c.dtype)) for c in coefs]}: give one number, or one for each token")
+    require(all(c.device == s.device for c in coefs),
+            f"all coefficients must be on {s.device}, not {[str(c.device) for c in coefs]}: move them there")
 
 
 def mix(coefs, streams, *, normed: bool):
     """Weighted sum of up to six residual streams, and its RMS norm: (x, n), both (T, D) in the streams' dtype.
 
-    coefs    one for each stream: one element (a lambda) or (T,) or (T, 1) (a gate, of any stride); floating point
+    coefs    one for each stream: None (1), one element (a lambda), (T,) or (T, 1) (a gate, of any stride); floating
     streams  (T, D) each, one dtype, D up to 2048; rows of any stride
     normed   also give n, x over its root mean square along D (eps 2**-23); n is None otherwise
 
     Sums are fp32 and rounded once; n is the norm of the unrounded x. Gradients reach every coefficient and stream that
-    wants one, and are bitwise repeatable. Raises ValueError.
+    wants one, and are bitwise repeatable; streams without a coefficient share one tensor. Raises ValueError.
     """
     coefs, streams = tuple(coefs), tuple(streams)
     require(1 <= len(streams) <= 6 and len(coefs) == len(streams),
@@ -610,18 +640,200 @@ def mix(coefs, streams, *, normed: bool):
             f"streams must share one non-empty shape (T, D), not {[tuple(x.shape) for x in streams]}: reshape them")
     require(s.is_floating_point() and all(x.dtype == s.dtype for x in streams),
             f"streams must share one floating-point dtype, not {[str(x.dtype) for x in streams]}: cast them alike")
-    require(all(c.is_floating_point() and (c.numel() == 1 or c.shape in ((len(s),), (len(s), 1))) for c in coefs),
-            f"coefficients must be one element, ({len(s)},) or ({len(s)}, 1), floating point, "
-            f"not {[(tuple(c.shape), str(c.dtype)) for c in coefs]}: give one number, or one for each token")
-    require(all(x.device == s.device for x in coefs + streams),
-            f"all inputs must be on {s.device}, not {[str(x.device) for x in coefs + streams]}: move them there")
+    given = [c for c in coefs if c is not None]
+    _check_gates(given, s)
+    require(all(x.device == s.device for x in streams),
+            f"all streams must be on {s.device}, not {[str(x.device) for x in streams]}: move them there")
     if not use_kernel(*streams):
         return mix_reference(coefs, streams, normed=normed)
-    require(s.shape[1] <= 2048 and all(x.element_size() <= 4 for x in coefs + streams),
+    require(s.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (*given, s)),
             f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {s.dtype} rows of {s.shape[1]}: "
             "use mix_reference (REFERENCE_OPS=1)")
     x, n = _Mix.apply(normed, *coefs, *streams)
     return x, n if normed else None
+
+
+# --- injections: one pair of streams goes into many sums ---
+
+def injections_reference(gates, x, y):
+    """What `injections` computes, in eager torch (fp32 inside for 16-bit streams)."""
+    pairs = ([(g, s) for g, s in zip(pair, (x, y)) if g is not None] for pair in gates)
+    return tuple(mix_reference(*zip(*pair), normed=False)[0] for pair in pairs)
+
+
+@_gates_jit
+def _injections_forward_kernel(
+    x_ptr, y_ptr, coefs, outs, coef_steps, x_step, y_step, T,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """coefs: two by output, of x and of y; None is 0."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (t < T)[:, None] & (d < D)
+    x = tl.load(x_ptr + t[:, None] * x_step + d, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + t[:, None] * y_step + d, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(K):
+        out = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if coefs[2 * k] is not None:
+            out += tl.load(coefs[2 * k] + t * coef_steps[2 * k], mask=t < T, other=0.0).to(tl.float32)[:, None] * x
+        if coefs[2 * k + 1] is not None:
+            g = tl.load(coefs[2 * k + 1] + t * coef_steps[2 * k + 1], mask=t < T, other=0.0).to(tl.float32)
+            out += g[:, None] * y
+        tl.store(outs[k] + t[:, None] * D + d, out.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@_gates_jit
+def _injections_backward_kernel(
+    x_ptr, y_ptr, dx_ptr, dy_ptr, coefs, douts, dcoefs, coef_steps, x_step, y_step, T,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """A missing (None) dout is zero; coefs are None where the gate or the dout is."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (t < T)[:, None] & (d < D)
+    x = tl.load(x_ptr + t[:, None] * x_step + d, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + t[:, None] * y_step + d, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dy = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.static_range(K):
+        if douts[k] is not None:
+            dout = tl.load(douts[k] + t[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+            if coefs[2 * k] is not None:
+                g = tl.load(coefs[2 * k] + t * coef_steps[2 * k], mask=t < T, other=0.0).to(tl.float32)
+                dx += g[:, None] * dout
+                tl.store(dcoefs[2 * k] + t, tl.sum(dout * x, 1).to(dcoefs[2 * k].dtype.element_ty), mask=t < T)
+            if coefs[2 * k + 1] is not None:
+                g = tl.load(coefs[2 * k + 1] + t * coef_steps[2 * k + 1], mask=t < T, other=0.0).to(tl.float32)
+                dy += g[:, None] * dout
+                tl.store(dcoefs[2 * k + 1] + t, tl.sum(dout * y, 1).to(dcoefs[2 * k + 1].dtype.element_ty), mask=t < T)
+    tl.store(dx_ptr + t[:, None] * D + d, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dy_ptr + t[:, None] * D + d, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+
+
+def _launch_injections(kernel, name, x, y, results, coefs, *tensors):
+    (T, D), tiles = x.shape, POINTWISE_TILES[name]
+    x, y = _pointwise_rows(x), _pointwise_rows(y)
+    kernel[(triton.cdiv(T, tiles["ROWS"]),)](
+        x, y, *results, tuple(coefs), *tensors, _steps(coefs), x.stride(0), y.stride(0), T,
+        K=len(coefs) // 2, D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
+
+
+@torch.library.custom_op("speedrun::injections_forward", mutates_args=())
+def injections_forward(coefs: list[Tensor | None], x: Tensor, y: Tensor) -> list[Tensor]:
+    outs = _injections_empty_results(coefs, x, y)
+    _launch_injections(_injections_forward_kernel, "injections forward", x, y, (), coefs, tuple(outs))
+    return outs
+
+
+@injections_forward.register_fake
+def _injections_empty_results(coefs, x, y):
+    return [x.new_empty(x.shape) for _ in coefs[::2]]
+
+
+@torch.library.custom_op("speedrun::injections_backward", mutates_args=())
+def injections_backward(
+    douts: list[Tensor | None], coefs: list[Tensor | None], x: Tensor, y: Tensor,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Gradients of x, y and every coefficient; empty for those without gate or dout."""
+    coefs = [None if douts[i // 2] is None else c for i, c in enumerate(coefs)]
+    dx, dy, dcoefs = _injections_empty_gradients(douts, coefs, x, y)
+    douts = tuple(d if d is None else d.contiguous() for d in douts)
+    targets = tuple(None if c is None else g for c, g in zip(coefs, dcoefs))
+    _launch_injections(_injections_backward_kernel, "injections backward", x, y, (dx, dy), coefs, douts, targets)
+    return dx, dy, dcoefs
+
+
+@injections_backward.register_fake
+def _injections_empty_gradients(douts, coefs, x, y):
+    wanted = [None if douts[i // 2] is None else c for i, c in enumerate(coefs)]
+    dcoefs = [x.new_empty(0) if c is None else c.new_empty(c.shape) for c in wanted]
+    return x.new_empty(x.shape), y.new_empty(y.shape), dcoefs
+
+
+class _Injections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, *coefs):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y, *coefs)
+        return tuple(injections_forward(list(coefs), x, y))
+
+    @staticmethod
+    def backward(ctx, *douts):
+        x, y, *coefs = ctx.saved_tensors
+        if all(d is None for d in douts):
+            return (None,) * (2 + len(coefs))
+        dx, dy, dcoefs = injections_backward(list(douts), coefs, x, y)
+        return dx, dy, *(g if g.numel() else None for g in dcoefs)
+
+
+def injections(gates, x, y):
+    """gate * x + gate * y for each pair of gates: what two streams add to many sums, each (T, D) in their dtype.
+
+    gates  pairs, up to 8, of (T,) or (T, 1) of any stride, floating point; one of a pair may be None (0)
+    x, y   (T, D), one dtype, D up to 2048; rows of any stride
+
+    One pass reads x and y for all outputs; in backward, one pass makes their gradients from all outputs', where sums
+    that took x and y themselves would each write a gradient to be added up. Sums are fp32. Raises ValueError.
+    """
+    gates = [tuple(pair) for pair in gates]
+    require(x.dim() == 2 and x.numel() > 0 and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device),
+            f"x and y must be non-empty (T, D) alike, not {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}: "
+            "cast and reshape them alike")
+    require(1 <= len(gates) <= 8 and all(len(pair) == 2 and pair != (None, None) for pair in gates),
+            f"injections takes 1 to 8 pairs of gates, of which one may be None, not {len(gates)}: split the call")
+    given = [g for pair in gates for g in pair if g is not None]
+    _check_gates(given, x)
+    require(all(g.numel() == len(x) for g in given), f"gates must hold one number for each of {len(x)} tokens")
+    if not use_kernel(x, y):
+        return injections_reference(gates, x, y)
+    require(x.shape[1] <= 2048 and all(t.element_size() <= 4 for t in (x, *given)),
+            f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {x.dtype} rows of {x.shape[1]}: "
+            "use injections_reference (REFERENCE_OPS=1)")
+    return _Injections.apply(x, y, *(g for pair in gates for g in pair))
+
+
+# --- gradients that meet: autograd alone would add them one by one, and fill up a slice's with zeros ---
+
+class _Fan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for _ in range(6))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grads = [g for g in grads if g is not None]
+        return mix_forward([None] * len(grads), grads, False)[0] if len(grads) > 1 else grads[0] if grads else None
+
+
+def fan(x):
+    """Iterator of aliases of x (T, D), up to six: one for each place that reads x, so that one pass sums their
+    gradients."""
+    return iter(_Fan.apply(x)) if use_kernel(x) and x.element_size() <= 4 else itertools.repeat(x, 6)
+
+
+class _Leading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, width):
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.width = x.shape, width
+        return x.view_as(x), x[:, :width].contiguous()
+
+    @staticmethod
+    def backward(ctx, dx, d):
+        if d is not None:
+            dx = d.new_zeros(ctx.shape) if dx is None else dx
+            dx[:, :ctx.width] += d
+        return dx, None
+
+
+def leading(x, width: int):
+    """x (T, D), to be read instead of x, and a copy of its first columns (T, width).
+
+    The copy's gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
+    do, but not a stream of `mix` without a coefficient.
+    """
+    return _Leading.apply(x, width) if use_kernel(x) else (x, x[:, :width])
 
 
 # --- norm_rotary ---
@@ -1375,6 +1587,46 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize_tensor(x.detach())
 
 
+# --- linear ---
+
+def _weight_gradient(grad_FD, dy_TF, x_TD):
+    """dy^T x, or None after it was added to grad."""
+    if grad_FD is None:
+        return dy_TF.mT @ x_TD
+    grad_FD.addmm_(dy_TF.mT, x_TD)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grads, x_TD, *weights):
+        ctx.grads = grads
+        ctx.save_for_backward(x_TD, *weights)
+        return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x_TD, *weights = ctx.saved_tensors
+        dx_TD = None
+        if ctx.needs_input_grad[1]:
+            dx_TD = dys[0] @ weights[0]
+            for dy_TF, w_FD in zip(dys[1:], weights[1:]):
+                dx_TD.addmm_(dy_TF, w_FD)
+        dws = (_weight_gradient(grad, dy, x_TD) if need else None
+               for grad, dy, need in zip(ctx.grads, dys, ctx.needs_input_grad[2:]))
+        return None, dx_TD, *dws
+
+
+def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None, ...] | None = None) -> tuple:
+    """x w^T for each weight (F, D), all of one dtype: (T, F) each.
+
+    grads: where each weight's gradient is added in place, by the product itself, instead of going to autograd; None
+    for autograd. x's gradients meet in the products too. Off the GPU, and with REFERENCE_OPS=1, autograd does it all.
+    """
+    if not use_kernel(x_TD):
+        return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
+    return _Linear.apply(grads or (None,) * len(weights), x_TD, *weights)
+
+
 # --- linear + relu^2, forward and backward ---
 
 MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor. H200, 2026-11-30, Triton 3.6, T = 16384,
@@ -1494,26 +1746,28 @@ def _(g_TD, w_proj_FD, post_TF):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale):
+    def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale, grads):
         post_TF = mlp_up(n_TD, w_fc_FD, w8_FD, w_scale)
         ctx.save_for_backward(n_TD, w_fc_FD, w_proj_FD, post_TF)
+        ctx.grads = grads
         return post_TF @ w_proj_FD
 
     @staticmethod
     def backward(ctx, g_TD):
         n_TD, w_fc_FD, w_proj_FD, post_TF = ctx.saved_tensors
         want_n, want_fc, want_proj = ctx.needs_input_grad[:3]
-        dw_proj_FD = post_TF.mT @ g_TD if want_proj else None
+        dw_proj_FD = _weight_gradient(ctx.grads[1], post_TF, g_TD) if want_proj else None
         dpre_TF = mlp_dpre(g_TD, w_proj_FD, post_TF) if want_n or want_fc else None
-        return (dpre_TF @ w_fc_FD if want_n else None, dpre_TF.mT @ n_TD if want_fc else None, dw_proj_FD, None, None)
+        dw_fc_FD = _weight_gradient(ctx.grads[0], dpre_TF, n_TD) if want_fc else None
+        return dpre_TF @ w_fc_FD if want_n else None, dw_fc_FD, dw_proj_FD, None, None, None
 
 
-def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor,
-        fp8: QuantizedWeight | None = None) -> Tensor:
+def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight | None = None,
+        grads: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
     """relu(n w_fc^T)^2 w_proj.  Reference: mlp_reference.
 
     In    n_TD (T, D); w_fc_FD, w_proj_FD (F, D); one floating-point dtype, any T, D, F and strides. fp8: w_fc quantized
-          by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum
+          by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum. grads: see linear
     Out   (T, D) in n's dtype
     Grad  to n, w_fc and w_proj, all from the unquantized operands (straight-through). Kept for it: n and
           post = relu(pre)^2, nothing of pre (see _mlp_kernel)
@@ -1527,7 +1781,7 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor,
             f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
     if not _use_matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
         return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8)
-    return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)))
+    return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)), grads)
 
 
 # === Optimizer updates ===

@@ -39,16 +39,24 @@ def attention_rows():
 def pointwise_rows():
     """D = 768, 6 heads of 128, bf16, fp32 lambdas and bf16 gates."""
     bf16, any_bf16, archs = "*bf16", "*bf16:1", (80, 90)
-    streams = {"mlp": ("*fp32:1",) * 2, "attention": ("*fp32:1",) * 2 + (any_bf16,) * 2, "output": (any_bf16,) * 6}
+    streams = {"mlp": ("*fp32:1",) * 2, "attention": ("*fp32:1",) * 2 + (None,), "mudd": ("*fp32:1",) * 5,
+               "output": (None,) + (any_bf16,) * 5}
     for (name, coefs), direction in itertools.product(streams.items(), ("forward", "backward")):
         K = len(coefs)
         signature = dict.fromkeys(("x_ptr", "n_ptr", "dx_ptr", "dn_ptr"), bf16) | {
             "coefs": coefs, "streams": (bf16,) * K, "dstreams": (bf16,) * K, "T": "i32:16", "coef_steps": ("i32",) * K,
-            "dcoefs": tuple(c.replace(":1", "") for c in coefs), "stream_steps": ("i32:16",) * K}
+            "dcoefs": tuple(c and c.replace(":1", "") for c in coefs), "stream_steps": ("i32:16",) * K}
         kernel = kernels._mix_forward_kernel if direction == "forward" else kernels._mix_backward_kernel
         yield row(f"mix {direction}, {name}", kernel, archs, signature, kernels.POINTWISE_TILES[f"mix {direction}"],
                   K=K, D=768, COLUMNS=1024)
 
+    signature = dict.fromkeys(("x_ptr", "y_ptr", "dx_ptr", "dy_ptr"), bf16) | {
+        "coefs": (any_bf16,) * 12, "dcoefs": (bf16,) * 12, "outs": (bf16,) * 6, "douts": (bf16,) * 6, "T": "i32:16",
+        "coef_steps": ("i32",) * 12, "x_step": "i32:16", "y_step": "i32:16"}
+    both = {"forward": kernels._injections_forward_kernel, "backward": kernels._injections_backward_kernel}
+    for direction, kernel in both.items():
+        name = f"injections {direction}"
+        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], K=6, D=768, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}

@@ -92,6 +92,8 @@ def compile_job(module, kernel_name, signature, constexprs, num_warps, num_stage
     def typed(declared, *path):
         if isinstance(declared, tuple):
             return tuple(typed(part, *path, i) for i, part in enumerate(declared))
+        if declared is None:  # an absent member of a tuple
+            return "constexpr"
         type_, _, divisor = declared.partition(":")
         if divisor or type_.startswith("*"):
             attrs[path] = [["tt.divisibility", int(divisor or 16)]]

@@ -287,6 +287,32 @@ def test_mlp_reference_gradient_in_double():
     assert torch.autograd.gradcheck(mlp, inputs)
 
 
+def test_products_add_their_weights_gradients_in_place(device, force_kernels):
+    """linear and mlp: with `grads` the weights' gradients are added there, x's is the same; so without kernels."""
+    x, *weights = (values(rows, 32, dtype=LOW, device=device, seed=rows) / 4 for rows in (37, 48, 48, 48))
+    outs = [values(37, n, dtype=LOW, device=device, seed=9 + n) for n in (48, 48, 32)]
+
+    def gradients(grads):
+        leaves = [x.clone().requires_grad_(), *(w.clone().requires_grad_() for w in weights)]
+        up, down = grads[1:] if grads else (None, None)
+        y = mlp(leaves[0], *leaves[2:], grads=(up, down))
+        results = *kernels.linear(leaves[0], leaves[1:3], grads and grads[:2]), y
+        torch.autograd.backward(results, outs)
+        return [leaf.grad for leaf in leaves]
+
+    exact = [t.double() for t in (x, *weights)]
+    leaves = [t.requires_grad_() for t in exact]
+    results = leaves[0] @ leaves[1].T, leaves[0] @ leaves[2].T, kernels.mlp_reference(leaves[0], *leaves[2:])
+    torch.autograd.backward(results, [out.double() for out in outs])
+    plain = gradients(None)
+    start = [values(48, 32, dtype=LOW, device=device, seed=5 + i) for i in range(3)]
+    added = [s.clone() for s in start]
+    left = gradients(added)
+    assert torch.equal(left[0], plain[0]) and left[1:] == [None] * 3
+    for grad, s, p, leaf in zip(added, start, plain[1:], leaves[1:]):
+        assert_as_good_as_eager("gradient added", grad, s.double() + leaf.grad, s + p)
+
+
 def test_mlp_of_no_tokens(device, force_kernels):
     n, w_fc, w_proj, g = mlp_inputs(0, 16, 32, torch.float32, device)
     out, dn, dw_fc, dw_proj = with_gradients(mlp, n, w_fc, w_proj, g)

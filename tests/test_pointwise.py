@@ -71,28 +71,29 @@ def assert_kernels_match(op, reference, inputs, weights, **options):
 
 
 # --- mix ---
-def mix_formula(*inputs, normed):
-    coefs, streams = inputs[:len(inputs) // 2], inputs[len(inputs) // 2:]
+def mix_formula(coefs, streams, *, normed):
+    coefs = [torch.ones(1, dtype=streams[0].dtype, device=streams[0].device) if c is None else c for c in coefs]
     x = sum((c if c.numel() == 1 else c.view(-1, 1)) * s for c, s in zip(coefs, streams))
     return x, x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() if normed else None
 
 
-def flat(op):
-    """op(coefs, streams) as a function of all of them in a row."""
+def flat(op, kinds):
+    """op(coefs, streams) as a function of all of them in a row, without coefficients of kind 1, which are None."""
     def call(*inputs, normed):
-        return op(inputs[:len(inputs) // 2], inputs[len(inputs) // 2:], normed=normed)
+        coefs, streams = iter(inputs[:-len(kinds)]), inputs[-len(kinds):]
+        return op([None if kind == "1" else next(coefs) for kind in kinds], streams, normed=normed)
     return call
 
 
 def mix_inputs(kinds, T, D, dtype=torch.float64, device="cpu", scalar_dtype=None):
-    """Coefficients by letter (s: 0-d, o: one element, g: a column (T,) of a gate tensor, c: a column (T, 1)), then
-    streams, of which every other one is a slice of a wider tensor."""
+    """Coefficients by letter (s: 0-d, o: one element, g: a column (T,) of a gate tensor, c: a column (T, 1), 1: none),
+    then streams, of which every other one is a slice of a wider tensor."""
     lanes = randn(T, 11, seed=1, dtype=dtype, device=device) / 2 + 1
     scalars = randn(8, seed=2, dtype=scalar_dtype or dtype, device=device) / 4 + 1
     make = {"s": lambda i: scalars[i], "o": lambda i: scalars[i:i + 1], "g": lambda i: lanes[:, 2 * i],
             "c": lambda i: lanes[:, i:i + 1]}
     wide = [randn(T, D + 16 * (i % 2), seed=3 + i, dtype=dtype, device=device) for i in range(len(kinds))]
-    return [make[kind](i) for i, kind in enumerate(kinds)] + [x[:, :D] for x in wide]
+    return [make[kind](i) for i, kind in enumerate(kinds) if kind != "1"] + [x[:, :D] for x in wide]
 
 
 def weights_of(T, *shape, device="cpu"):
@@ -100,25 +101,29 @@ def weights_of(T, *shape, device="cpu"):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("kinds", ["s", "sg", "ogcs", "cgsgoc"])
+@pytest.mark.parametrize("kinds", ["s", "1", "sg", "s1g1", "ogcs", "cgsgoc"])
 @pytest.mark.parametrize("T", [1, 23])
 def test_mix_reference_is_the_formula(T, kinds, normed):
     inputs, weights = mix_inputs(kinds, T, 24), weights_of(T, 24)[:1 + normed]
-    assert_same_in_double(flat(mix), mix_formula, inputs, weights, normed=normed)
+    assert_same_in_double(flat(mix, kinds), flat(mix_formula, kinds), inputs, weights, normed=normed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("kinds, T, D", [
-    ("s", 1, 16), ("ss", 4096, 768), ("ssgg", 4099, 768), ("gcogsg", 1024, 768), ("og", 3, 2048),
+    ("s", 1, 16), ("ss", 4096, 768), ("ssgg", 4099, 768), ("gcogsg", 1024, 768), ("og", 3, 2048), ("ss1", 4096, 768),
+    ("1g1", 1001, 768),
 ] if GPU else [
     ("s", 1, 16), ("ss", 37, 96), ("ssgg", 35, 64), ("gcogsg", 16, 40), ("gggggg", 5, 130), ("og", 3, 2048),
+    ("ss1", 9, 48), ("1g1", 11, 40), ("1", 3, 16),
 ])
 def test_mix_kernels_match(kinds, T, D, normed, dtype, device, force_kernels):
     inputs = mix_inputs(kinds, T, D, dtype, device, scalar_dtype=torch.float32)
     weights = weights_of(T, D, device=device)[:1 + normed]
-    got, exact = assert_kernels_match(flat(mix), flat(mix_reference), inputs, weights, normed=normed)
-    for c, s, g, want, ds in zip(inputs, inputs[len(kinds):], got, exact, exact[len(kinds):]):
+    got, exact = assert_kernels_match(flat(mix, kinds), flat(mix_reference, kinds), inputs, weights, normed=normed)
+    scaled = [k for k, kind in enumerate(kinds) if kind != "1"]
+    for k, c, g, want in zip(scaled, inputs[:-len(kinds)], got, exact):
+        s, ds = inputs[-len(kinds):][k], exact[-len(kinds):][k]
         if c.numel() == 1:  # a sum of T * D numbers: random roundings of log2(T * D) levels, four standard deviations
             size = (ds * s.double() / c.double()).norm().item()  # of the terms total * s, for ds is c * total
             bound = 4 * torch.finfo(torch.float32).eps * (math.log2(T * D) * size + want.abs().item())
@@ -127,7 +132,7 @@ def test_mix_kernels_match(kinds, T, D, normed, dtype, device, force_kernels):
 
 @needs_triton
 @settings(max_examples=5 if GPU else 15, deadline=None)  # a GPU compiles each
-@given(kinds=st.text("sogc", min_size=1, max_size=6), T=st.integers(1, 12), D=st.integers(1, 40), normed=st.booleans(),
+@given(kinds=st.text("sogc1", min_size=1, max_size=6), T=st.integers(1, 12), D=st.integers(1, 40), normed=st.booleans(),
        wanted=st.integers(0, 2**12 - 1), seen=st.sampled_from([(0,), (1,), (0, 1)]))
 def test_mix_gives_the_gradients_that_are_wanted(kinds, T, D, normed, wanted, seen):
     """Any subset of inputs may want gradients, any subset of the results may be used."""
@@ -140,7 +145,7 @@ def test_mix_gives_the_gradients_that_are_wanted(kinds, T, D, normed, wanted, se
         leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "FORCE_KERNELS", True)
-            results = flat(op)(*leaves, normed=normed)
+            results = flat(op, kinds)(*leaves, normed=normed)
             loss = sum((results[i] * weights[i]).sum() for i in used)
             loss.backward()
         assert all((x.grad is not None) == (i in wanted) for i, x in enumerate(leaves))
@@ -154,16 +159,84 @@ def test_mix_gives_the_gradients_that_are_wanted(kinds, T, D, normed, wanted, se
 def test_mix_takes_streams_whose_rows_are_not_contiguous(device, force_kernels):
     inputs = mix_inputs("sg", 9, 32, torch.float32, device)
     turned = [*inputs[:2], *(x.T.contiguous().T for x in inputs[2:])]
-    for got, want in zip(flat(mix)(*turned, normed=True), flat(mix)(*inputs, normed=True)):
+    for got, want in zip(flat(mix, "sg")(*turned, normed=True), flat(mix, "sg")(*inputs, normed=True)):
         assert torch.equal(got, want)
 
 
 def test_mix_norms_the_sum_before_it_is_rounded(device, force_kernels):
     inputs = mix_inputs("sg", 40, 64, LOW, device, scalar_dtype=torch.float32)
-    x, n = flat(mix)(*inputs, normed=True)
-    exact = mix_formula(*(x.double() for x in inputs), normed=True)[1].to(n.dtype)
-    of_rounded = mix_formula(torch.ones(1, device=device).double(), x.double(), normed=True)[1].to(n.dtype)
+    x, n = flat(mix, "sg")(*inputs, normed=True)
+    exact = flat(mix_formula, "sg")(*(x.double() for x in inputs), normed=True)[1].to(n.dtype)
+    of_rounded = mix_formula([None], [x.double()], normed=True)[1].to(n.dtype)
     assert (n == exact).float().mean() > 0.99 > 0.9 > (n == of_rounded).float().mean()
+
+
+def test_mix_streams_without_coefficients_share_one_gradient(device, force_kernels):
+    streams = [randn(5, 16, seed=i, dtype=LOW, device=device).requires_grad_() for i in range(3)]
+    lam = torch.ones((), device=device)
+    for normed in False, True:
+        results = mix([None, lam, None], streams, normed=normed)
+        first, other, last = torch.autograd.grad(results[normed].sum(), streams)
+        assert first.data_ptr() == last.data_ptr() != other.data_ptr()
+
+
+# --- injections ---
+def injections_formula(gates, x, y):
+    return [sum((g.view(-1, 1) * s for g, s in zip(pair, (x, y)) if g is not None)) for pair in gates]
+
+
+def flat_injections(op, kinds):
+    """op(gates, x, y) as a function of all gates, then x and y; kinds: of each pair, which gates there are."""
+    def call(*inputs):
+        gates = iter(inputs[:-2])
+        return op([tuple(next(gates) if has in kind else None for has in "xy") for kind in kinds], *inputs[-2:])
+    return call
+
+
+def injection_inputs(kinds, T, D, dtype=torch.float64, device="cpu"):
+    lanes = randn(T, 20, seed=1, dtype=dtype, device=device)
+    gates = [lanes[:, i] if i % 2 else lanes[:, i:i + 1] for i in range(len("".join(kinds)))]
+    return [*gates, randn(T, D, seed=3, dtype=dtype, device=device),
+            randn(T, D + 16, seed=4, dtype=dtype, device=device)[:, :D]]
+
+
+@pytest.mark.parametrize("kinds", [["xy"], ["x", "xy", "y"], ["xy"] * 8], ids=len)
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+def test_injections(kinds, dtype, device, request):
+    T, D = (4099, 768) if GPU else (11, 24)
+    inputs = injection_inputs(kinds, T, D, dtype, device)
+    weights = [randn(T, D, seed=20 + i, device=device).bfloat16().half() for i in range(len(kinds))]
+    if dtype == torch.float64:
+        ops = (flat_injections(f, kinds) for f in (kernels.injections, injections_formula))
+        return assert_same_in_double(*ops, inputs, weights)
+    request.getfixturevalue("force_kernels")
+    ops = (flat_injections(f, kinds) for f in (kernels.injections, kernels.injections_reference))
+    assert_kernels_match(*ops, inputs, weights)
+
+
+def test_injections_nobody_reads(device, force_kernels):
+    """Gates of an output without a gradient get none, x and y get the others'."""
+    gates = [randn(5, 1, seed=i, dtype=LOW, device=device).requires_grad_() for i in range(2)]
+    x, y = (randn(5, 16, seed=i, dtype=LOW, device=device).requires_grad_() for i in (3, 4))
+    outs = kernels.injections([(gates[0], None), (gates[1], gates[1])], x, y)
+    outs[0].sum().backward()
+    assert gates[1].grad is None and gates[0].grad is not None
+    torch.testing.assert_close(x.grad, gates[0].detach().expand(5, 16))
+    assert not y.grad.any()
+
+
+# --- gradients that meet ---
+def test_fan_and_leading_keep_gradients(device, force_kernels):
+    """As without them, for any number of reads."""
+    for reads in range(4):
+        x = randn(7, 16, dtype=torch.float32, device=device).requires_grad_()
+        y, near = kernels.leading(x * 2, 5)
+        aliases = kernels.fan(y)
+        parts = [(next(aliases) * (i + 1)).sum() for i in range(reads)]
+        (sum(parts) + (near * 10).sum()).backward()
+        want = torch.full((7, 16), 2.0 * sum(range(1, reads + 1)), device=device)
+        want[:, :5] += 20
+        assert torch.equal(x.grad, want)
 
 
 # --- norm_rotary ---
@@ -296,7 +369,10 @@ def every_op(device, dtype=torch.float32):
     """(op, reference, inputs, options, number of results)"""
     qk, cos, sin = rotary_inputs(16, 2, 16, 32, dtype, device)
     rotary = [with_tables(op, cos, sin) for op in (norm_rotary, norm_rotary_reference)]
-    yield "mix", flat(mix), flat(mix_reference), mix_inputs("sgo", 16, 32, dtype, device), dict(normed=True), (32,)
+    mixes = (flat(op, "sg1o") for op in (mix, mix_reference))
+    yield "mix", *mixes, mix_inputs("sg1o", 16, 32, dtype, device), dict(normed=True), (32,)
+    spread = (flat_injections(op, ["xy", "y"]) for op in (kernels.injections, kernels.injections_reference))
+    yield "injections", *spread, injection_inputs(["xy", "y"], 16, 32, dtype, device), {}, (32,)
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
     inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
     yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
@@ -333,7 +409,11 @@ def test_operators_are_registered_right(device):
     coefs, streams, (dx, dn) = inputs[:3], inputs[3:], (w.float() for w in weights_of(8, 32, device=device))
     for normed in False, True:
         check(ops.mix_forward, (coefs, streams, normed))
+        check(ops.mix_forward, ([None, *coefs[1:]], streams, normed))
         check(ops.mix_backward, (dx, dn if normed else None, coefs, streams, [True, False, True] + [normed] * 3))
+    gates = [coefs[1], None, None, coefs[2]]
+    check(ops.injections_forward, (gates, *streams[:2]))
+    check(ops.injections_backward, ([dx, None], gates, *streams[:2]))
     qk, cos, sin = rotary_inputs(8, 2, 16, 16, torch.float32, device)
     dq, dk = (w.float() for w in weights_of(8, 2, 16, device=device))
     for flags in FLAGS:
@@ -356,6 +436,10 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: mix([c, c], [x, x.double()], normed=False), "share one floating-point dtype"),
     (lambda x, c: mix([c[1:]], [x], normed=False), "one number, or one for each token"),
     (lambda x, c: mix([c], [x.to("meta")], normed=False), "move them there"),
+    (lambda x, c: kernels.injections([(c, c)], x, x[1:]), "alike"),
+    (lambda x, c: kernels.injections([(None, None)], x, x), "one may be None"),
+    (lambda x, c: kernels.injections([], x, x), "1 to 8 pairs"),
+    (lambda x, c: kernels.injections([(c[:1], c)], x, x), "each of 8 tokens"),
     (lambda x, c: norm_rotary(x, c, c, paired=False, key_offset=False), r"\(T, 2, N, H\)"),
     (lambda x, c: rotated(x, 1, x[:, :4], paired=True), "even number"),
     (lambda x, c: rotated(x, 1, x[:3, :4]), "longer tables"),
@@ -375,6 +459,7 @@ def test_refused_in_a_sentence(call, words):
 @pytest.mark.parametrize("call", [
     lambda: mix([torch.ones(1)], [torch.ones(2, 2049)], normed=True),
     lambda: mix([torch.ones(1)], [torch.ones(2, 8).double()], normed=True),
+    lambda: kernels.injections([(torch.ones(2), None)], *[torch.ones(2, 8).double()] * 2),
     lambda: norm_rotary(torch.ones(2, 2, 2, 24), *[torch.ones(4, 6)] * 2, paired=False, key_offset=False),
     lambda: finish_heads(*[torch.ones(2, 2, 8)] * 2, torch.ones(2, 2), None),
 ])
