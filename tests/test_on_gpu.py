@@ -134,7 +134,7 @@ def test_an_upload_in_flight_is_not_overwritten():
     """The host runs two steps ahead of a busy GPU; each step still gets its own learning rate and momentum."""
     table = (
         ParamSpec(label="matrix", optim="normuon", comms="sharded", work=0),
-        ParamSpec(label="table", optim="adam", comms="sharded", work=1),
+        ParamSpec(label="table", optim="adam", comms="sharded", work=1, betas=(0.9, 0.95)),
     )
     shapes = {"matrix": (4, 64, 128), "table": (64, 128)}
 
