@@ -23,6 +23,7 @@ Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V p
 import contextlib
 import dataclasses
 import difflib
+import gc
 import glob
 import hashlib
 import importlib
@@ -1611,19 +1612,19 @@ def packed_batch(
 
 
 class TrainLoader:
-    """This rank's micro-batches, step by step: `next(loader)` is a list of `accum` Batches.
+    """This rank's micro-batches, step by step or for `only` some steps: `next(loader)` is a list of `accum` Batches.
 
     A thread cuts and uploads one step ahead and reads the next shard while the current one is used; what goes wrong
     there is raised by next().
     """
 
-    def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, first_step: int = 0):
+    def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, first_step: int = 0, only: Sequence = ()):
         self.cfg, self.plan, self.runtime = cfg, plan, runtime
         requests = ((stage.batch_tokens // runtime.pieces, stage.max_doc_len) for stage in stages_by_step(cfg))
-        self.batches = cut_batches(plan.train, requests, runtime.pieces, cfg.epochs)
+        batches = enumerate(cut_batches(plan.train, requests, runtime.pieces, cfg.epochs))
         for _ in range(first_step):
-            next(self.batches)
-        self.step = first_step
+            next(batches)
+        self.batches = ((step, *batch) for step, batch in batches if not only or step in only)
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="loader")
         self.shards: dict[int, Future[np.ndarray]] = {}
         self.ahead: Future[list[Batch] | None] | None = None  # lazy: the first read happens on the clock
@@ -1648,11 +1649,10 @@ class TrainLoader:
         return self.shards[index].result()
 
     def _build(self) -> list[Batch] | None:
-        index, pieces = next(self.batches, (None, None))
+        step, index, pieces = next(self.batches, (None, None, None))
         if index is None:
             return None
-        tokens, batch, longest = self._tokens(index), [], stage_at(self.cfg, self.step).max_doc_len
-        self.step += 1
+        tokens, batch, longest = self._tokens(index), [], stage_at(self.cfg, step).max_doc_len
         for micro in range(self.runtime.accum):
             spans = pieces[micro * self.runtime.world_size + self.runtime.rank]
             ends = np.cumsum([end - start for start, end in spans])
@@ -1911,11 +1911,10 @@ class Trainer:
         log.say("Compiling model and warming up kernels")
         log.say(f"Sampling steps {steps} for warmup")
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        for step in steps:
-            loader = TrainLoader(self.cfg, self.plan, self.runtime, first_step=step)
-            self.validate(step, limit=1)
-            self.train_step(step, next(loader))
-            loader.close()
+        with contextlib.closing(TrainLoader(self.cfg, self.plan, self.runtime, only=steps)) as loader:
+            for step in steps:
+                self.validate(step, limit=1)
+                self.train_step(step, next(loader))
         self.validate(self.cfg.total_steps, limit=1)
         self.load({"model": weights, "optimizer": None})
         self.enter(0)
@@ -1965,7 +1964,10 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
     watch = checkpoints.Watch(runtime.rank, runtime.world_size, runtime.device, limit)
     bar = tqdm(total=total, initial=first, unit="step", ncols=88, disable=not (runtime.main and cfg.preset == "demo"))
     val_loss, due = math.nan, False
-    with watch.signals(), bar, contextlib.closing(loader):
+    gc.collect()  # a tenth of a second, and not again: steps leave no cycles behind
+    with watch.signals(), bar, contextlib.closing(loader), contextlib.ExitStack() as at_end:
+        gc.disable()
+        at_end.callback(gc.enable)
         clock.start()
         for step in range(first, total + 1):
             if cfg.checkpoint_every and step > first:

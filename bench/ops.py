@@ -40,13 +40,21 @@ V3_US = {
     "head fp8": ((math.nan, 4088), (math.nan, 8425), (math.nan, 12663)),
     "mlp fused kernels": ((243,), (493,), (736,)),
 }
+MOVED = {  # bytes that an update must move for each element of a bf16 parameter
+    "adam_update_": 22,  # weight, gradient, two fp32 moments
+    "normuon_momentum_": 12,  # gradient, fp32 momentum, the result
+    "normalize_variance_": 6,
+    "cautious_update_": 10,  # both halves of the fp32 weight, the update
+    "zero": 2,  # the gradient
+}
 HEADING = f"{'operation':32}{'stage':>6}{'us':>10}{'achieved':>16}{'ceiling':>9}{'torch':>7}{'v3':>7}"
 LEGEND = """\
 achieved: bytes that must move, or multiplications and additions, a second. ceiling: the time that these would take at
 the rates measured here, over the time taken. torch, v3: our time over torch's best or the eager reference's, and over
 the v3 trainer's on an H200; below 1 is faster. + backward: forward and backward together. Times: medians of replayed
 CUDA graphs. The measured ceilings are a copy of 1 GiB and products of 8192 x 8192 matrices. What depends on no stage
-is timed once, as stage 0."""
+is timed once, as stage 0. optimizer: a whole step of one GPU over what it must take, Polar Express's products (of a
+symmetric one, half) at the rate of torch's batched product of the same bank, and the bytes of all else by copy."""
 
 
 @dataclass(frozen=True)
@@ -282,14 +290,39 @@ def update_cases(s: Sizes) -> Iterator[Case]:
         moments = s.randn(*table, dtype=fp32, scale=0.1), s.randn(*table, dtype=fp32).square()
         return [s.randn(*table), s.randn(*table), *moments, hyper.clone()]
 
-    for name, inputs, moved in (
-        ("adam_update_", adam, 22 * math.prod(table)),
-        ("normuon_momentum_", lambda: [new(), new(dtype=fp32), number], 12 * low.numel()),
-        ("normalize_variance_", lambda: [new(), s.randn(B, R, 1, dtype=fp32).square(), number], 6 * low.numel()),
-        ("cautious_update_", lambda: [new().bfloat16(), low.clone(), new(), rates, number], 10 * low.numel()),
+    for name, inputs, elements in (
+        ("adam_update_", adam, math.prod(table)),
+        ("normuon_momentum_", lambda: [new(), new(dtype=fp32), number], low.numel()),
+        ("normalize_variance_", lambda: [new(), s.randn(B, R, 1, dtype=fp32).square(), number], low.numel()),
+        ("cautious_update_", lambda: [new().bfloat16(), low.clone(), new(), rates, number], low.numel()),
     ):
         bitwise = name == "cautious_update_"  # the split weights
-        yield Case(name, *pair(name), inputs, ({"copy": moved},), mutates=True, bitwise=bitwise)
+        yield Case(name, *pair(name), inputs, ({"copy": MOVED[name] * elements},), mutates=True, bitwise=bitwise)
+
+
+def weight_cases(s: Sizes) -> Iterator[Case]:
+    """FP8 copies of weights, made once a step."""
+    if not s.fp8:
+        return
+    (B, R, C), D, V = banks(s)["mlp"], s.model.dim, s.model.vocab_padded
+
+    def up_projections() -> list[Tensor]:
+        bank = s.randn(B // 2, 2, R, C)[:, 0]
+        return [bank, torch.empty(bank.shape, dtype=kernels.E4M3, device=s.device), s.tensor([[0.0] * 4] * len(bank))]
+
+    def one_by_one(bank: Tensor, w8: Tensor, cells: Tensor) -> None:
+        for w, into, cell in zip(bank, w8, cells):
+            values, cell[0] = kernels.quantize_reference(w)
+            into.copy_(values)
+
+    def eager(w: Tensor) -> list[Tensor]:
+        w8 = (w.float() / kernels.W_SCALE).clamp(-448, 448).to(kernels.E4M3)
+        return [w8, w8.T.contiguous()]
+
+    costs = ({"copy": 3 * (B // 2) * R * C},)
+    yield Case("quantize_bank", kernels.quantize_bank, one_by_one, up_projections, costs, mutates=True, bitwise=True)
+    head = lambda: [s.randn(D, V, scale=0.02)]  # noqa: E731
+    yield Case("quantize_head", kernels.quantize_head, eager, head, ({"copy": 4 * D * V},), bitwise=True)
 
 
 def transpose_cases(s: Sizes) -> Iterator[Case]:
@@ -309,7 +342,9 @@ OPS = {  # cases, and whether they depend on the stage
     "lookup": (lookup_cases, True),
     "symmetric": (symmetric_cases, False),
     "updates": (update_cases, False),
+    "weights": (weight_cases, False),
     "transposes": (transpose_cases, False),
+    "optimizer": (lambda s: (), False),  # of the parts above, see optimizer_rows
 }
 
 
@@ -384,18 +419,77 @@ def time_us(op: Callable, case: Case, backward: bool = False, replays: int = 12)
 
 
 def ceilings(fp8: bool) -> dict[str, float]:
-    """Bytes or FLOPs a second of this GPU: a large copy, large products."""
+    """Bytes or FLOPs a second of this GPU: a large copy, large products.
+
+    Straight on the stream: as a graph's only node a copy once read 2.6 TB/s on an H200 that copies at 4.2. The products
+    come first, so that the clocks are up.
+    """
     x, cell = torch.randn(8192, 8192, device="cuda").bfloat16(), torch.ones((), device="cuda")
     big = x.repeat(8, 1)
-    ops = {"copy": (partial(torch.empty_like(big).copy_, big), 2 * big.nbytes), "bf16": (lambda: x @ x, 2 * 8192**3)}
+    ops = {"bf16": (lambda: x @ x, 2 * 8192**3)}
     if fp8:
         x8 = x.to(kernels.E4M3)
-        ops["fp8"] = (
-            partial(torch._scaled_mm, x8, x8.T, cell, cell, out_dtype=x.dtype, use_fast_accum=True),
-            2 * 8192**3,
+        multiply = partial(torch._scaled_mm, x8, x8.T, cell, cell, out_dtype=x.dtype, use_fast_accum=True)
+        ops["fp8"] = multiply, 2 * 8192**3
+    ops["copy"] = partial(torch.empty_like(big).copy_, big), 2 * big.nbytes
+    rates = {}
+    for name, (op, amount) in ops.items():
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(81)]
+        for mark in marks:
+            op()
+            mark.record()
+        torch.cuda.synchronize()
+        rates[name] = amount / median(a.elapsed_time(b) / 1e3 for a, b in zip(marks[30:], marks[31:]))
+    return rates
+
+
+def product_us(s: Sizes) -> tuple[float, float]:
+    """(FLOPs, us) of all products of Polar Express, at the rate of torch's X <- step X for each bank."""
+    flops = us = 0.0
+    for B, R, C in banks(s).values():
+        size, other = min(R, C), max(R, C)
+        inputs = lambda B=B, size=size, other=other: [s.randn(B, size, size), s.randn(B, size, other)]  # noqa: E731
+        once = time_us(torch.bmm, Case("", torch.bmm, torch.bmm, inputs, (), sets=4))
+        whole = 2 * B * size * size * other
+        needed = len(kernels.POLAR_EXPRESS) * (1.5 * whole + B * size**3)  # X X^T and the step's A A^T: one triangle
+        flops, us = flops + needed, us + once * needed / whole
+    return flops, us
+
+
+def update_bytes(optimizer: train_gpt.NorMuonAndAdam, do_adam: bool) -> int:
+    """What a step must move besides the products' operands. The few fp32 parameters count like the others."""
+    matrices = sum(MOVED.values()) - MOVED["adam_update_"]
+    tied, total = do_adam and not optimizer.split, 0
+    for label, state in optimizer.states.items():
+        updated = (do_adam or not state.is_adam) and not (tied and label == "embed")
+        total += updated * state.param.numel() * (MOVED["adam_update_"] + MOVED["zero"] if state.is_adam else matrices)
+    embed = optimizer.states["embed"].param
+    return total + tied * embed.numel() * (MOVED["zero"] + 5 * embed.element_size())  # transpose_add, transpose_copy
+
+
+def optimizer_rows(s: Sizes, copy_rate: float) -> Iterator[str]:
+    """A whole step of one GPU, without the upload of its numbers."""
+    params = {
+        label: torch.nn.Parameter(s.randn(*row.shape, scale=0.02, dtype=row.dtype))
+        for label, row in train_gpt.parameter_plan(s.model).items()
+    }
+    for param in params.values():
+        param.grad = torch.randn_like(param)
+    optimizer = train_gpt.NorMuonAndAdam(params)
+    optimizer.step(do_adam=True)
+    optimizer._fill_hyper = lambda *_: None  # a graph would upload what the host no longer holds
+    flops, products = product_us(s)
+    for kind in ("even", "odd, tied", "odd, split"):
+        do_adam = kind != "even"
+        if kind == "odd, split":
+            optimizer.split_embed()
+        us = time_us(partial(optimizer.step, do_adam=do_adam), Case("", outputs, outputs, list, ()))
+        moved = update_bytes(optimizer, do_adam)
+        copies = 1e6 * moved / copy_rate
+        yield (
+            f"optimizer, {kind + ' step:':17}{us:8.0f} us is {us / (products + copies):.2f} (at most 1.50) times "
+            f"{products:.0f} us, {flops / 1e12:.2f} TFLOP of products, + {copies:.0f} us, {moved / 1e9:.2f} GB"
         )
-    alone = Case("", outputs, outputs, list, ())
-    return {name: 1e6 * amount / time_us(op, alone) for name, (op, amount) in ops.items()}
 
 
 def timed_rows(case: Case, s: Sizes, peak: dict[str, float]) -> Iterator[str]:
@@ -439,6 +533,8 @@ def run(names: list[str], only_check: bool) -> int:
                 s = Sizes.of(cfg, stage, fp8=fp8)
                 for case in cases(s):
                     print(*timed_rows(case, s, peak), sep="\n", flush=True)
+        if "optimizer" in right:
+            print(*optimizer_rows(Sizes.of(cfg, 0), peak["copy"]), sep="\n", flush=True)
         print(LEGEND)
     return 0 if right == names else 1
 

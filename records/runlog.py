@@ -33,6 +33,7 @@ HEADER_FIELDS = {
     "driver": r"Driver Version: (\S+)",
     "attention": r"^attention: (\w+)",  # what was chosen, where the option says auto
     "fp8": r"^attention: .*; fp8: (\w+)",
+    "resumed": r"^resumed: (.+?)\s*$",  # the state that the run went on from
 }
 PER_RUN_OPTIONS = {"run_id", "seed"}  # meant to differ between the runs of one group
 
@@ -316,6 +317,8 @@ def notes_on(groups: list[Group], baseline: Group) -> list[str]:
                   for seed, n in seeds.items() if n > 1]
         notes += [f"{group.name}: {run.path.name} ended with a loss of {run.loss}; it counts." for run in group.runs
                   if not run.loss < float("inf")]
+        notes += [f"{group.name}: {run.path.name} went on from {run.info['resumed']}: another log holds its beginning, "
+                  "and its time is no record's; it counts." for run in group.runs if "resumed" in run.info]
         if group is baseline:
             continue
         ours, theirs = machine(group.runs[0]), machine(baseline.runs[0])

@@ -52,6 +52,12 @@ class Record:
         return self.group.runs
 
 
+def check_unbroken(runs: list[Run]) -> None:
+    for run in runs:
+        if state := run.info.get("resumed"):
+            raise ValueError(f"A record's run must be unbroken, and {run.path.name} went on from {state}; run it anew.")
+
+
 # === Source ===
 
 
@@ -264,6 +270,7 @@ def main() -> None:
     args = parser.parse_args()
     group = read_group(args.name, [file for _, files in find_logs(args.logs).values() for file in files])
     baseline = read_groups([args.baseline])[1] if args.baseline else None
+    check_unbroken(group.runs + (baseline.runs if baseline else []))
     sources = common_sources(group.runs)
     record = Record(args.name, args.date.isoformat(), group, baseline, sources, args.target)
     folder = write_record(record, args.to, args.against)

@@ -6,6 +6,7 @@ What may be killed runs in processes forked from one that has imported everythin
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -203,6 +204,37 @@ def test_warm_up_leaves_no_trace(workplace):
     assert not any(own.any() for _, _, own in warm.optimizer.tensors()) and not warm.optimizer.split
     assert all(state.steps == 0 for state in warm.optimizer.states.values()) and warm.stage == 0
     assert places == [p.data_ptr() for p in warm.model.parameters()]
+
+
+def test_the_warm_up_cuts_the_data_once(workplace, monkeypatch):
+    cut, made = train_gpt.cut_batches, []
+    cfg, log = tiny(val_tokens=1024), SimpleNamespace(say=lambda text: None)
+    trainer = Trainer(cfg, train_gpt.data_plan(cfg, 8), Runtime(), "reference", fp8=False)
+    monkeypatch.setattr(train_gpt, "cut_batches", lambda *given: made.append(given) or cut(*given))
+    for name in ("train_step", "validate"):
+        monkeypatch.setattr(Trainer, name, lambda *_, **__: None)
+    trainer.warm_up(log)
+    assert len(made) == 1
+
+
+def test_garbage_collection_rests_while_the_clock_runs(call, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "train_step", lambda *_: seen.append(gc.isenabled()) or torch.tensor(100.0))
+    assert call(tiny()) == (0, []) and seen == [False] * 7 and gc.isenabled()
+    monkeypatch.setattr(Trainer, "train_step", lambda *_: seen.append(gc.isenabled()) or torch.tensor(torch.nan))
+    assert call(tiny())[0] == 1 and not any(seen) and gc.isenabled()
+
+
+def test_a_step_leaves_no_garbage(workplace):
+    """Which is why collection may rest."""
+    cfg = tiny(val_tokens=1024)
+    trainer = Trainer(cfg, train_gpt.data_plan(cfg, 8), Runtime(), "reference", fp8=False)
+    gc.collect()
+    with contextlib.closing(train_gpt.TrainLoader(cfg, trainer.plan, Runtime())) as loader:
+        for step in range(2):
+            trainer.train_step(step, next(loader))
+    trainer.validate(2)
+    assert gc.collect() < 100, "objects in cycles: a leak of tensors, or one a step"
 
 
 def test_latest_is_the_newest_state(workplace):

@@ -87,9 +87,9 @@ def numbers(error: Exception) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(error))]
 
 
-def load(cfg: RunConfig, plan: DataPlan, rank: int = 0, world_size: int = 1, first_step: int = 0):
+def load(cfg: RunConfig, plan: DataPlan, rank: int = 0, world_size: int = 1, **which):
     """All steps of one rank's loader."""
-    loader = TrainLoader(cfg, plan, Runtime(rank=rank, world_size=world_size), first_step=first_step)
+    loader = TrainLoader(cfg, plan, Runtime(rank=rank, world_size=world_size), **which)
     steps = []
     while (step := next(loader, None)) is not None:
         steps.append(step)
@@ -223,6 +223,9 @@ def test_a_loader_that_starts_later_goes_on_like_the_unbroken_one(tmp_path, shar
     for first in range(0, 33, 3):
         rest = load(cfg, plan, rank, world_size, first_step=first)
         assert [[[t.tolist() for t in batch] for batch in step] for step in rest] == unbroken[first:]
+    steps = train_gpt.warmup_steps(cfg)
+    some = load(cfg, plan, rank, world_size, only=steps)
+    assert [[[t.tolist() for t in batch] for batch in step] for step in some] == [unbroken[step] for step in steps]
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,6 +1,7 @@
 """bench/ops.py without a GPU: it refuses in a sentence, and what it would time agrees with the references."""
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -68,3 +69,47 @@ def test_a_row_of_the_table(sizes, monkeypatch):
         assert (float(us), unit, float(against)) == (10.0, "TB/s", 0.25)
         assert float(achieved) == pytest.approx(arrays * one / 1e7, abs=0.005)
         assert share == f"{arrays / 10:.0%}" and float(ratio) == pytest.approx(10 / v3, abs=0.005)
+
+
+NAMES = {  # in the table, of what is called otherwise
+    "attention": "attention",
+    "dc_correction": "dc",
+    "head_loss": "head fp8",
+    "head_cross_entropy": "head evaluation",
+    "lookup_add": "lookup_add_",
+    "quantize": "quantize activations",
+    "mlp": "mlp fp8",
+}
+
+
+def test_the_table_has_every_kernel():
+    """Every operation with a reference; and what has none but the reference of a part."""
+    cfg = train_gpt.parse_options([])
+    s = dataclasses.replace(ops.Sizes.of(cfg, 0, T=16, device="cpu"), model=dataclasses.replace(cfg.model, head_dim=8))
+    shown = [case.name for cases, _ in ops.OPS.values() for case in cases(s)]
+    modules = vars(kernels) | {"dc_correction_reference": None}
+    wanted = {name.replace("_reference", "") for name in modules if name.endswith(("_reference", "_reference_"))}
+    wanted |= {"quantize_bank", "quantize_head"}
+    lacking = {name for name in wanted if not any(row.startswith(NAMES.get(name, name)) for row in shown)}
+    assert not lacking and len(wanted) > 20
+
+
+def test_the_optimizers_rows(sizes, monkeypatch):
+    """A product of each bank takes 10 us, a step 1000 us, at 1 TB/s."""
+    steps = []
+    is_step = lambda op: getattr(op, "keywords", {}).get("do_adam") is not None  # noqa: E731
+    monkeypatch.setattr(ops, "time_us", lambda op, case: (steps.append(op()), 1000.0)[1] if is_step(op) else 10.0)
+    rows = list(ops.optimizer_rows(sizes, 1e12))
+    assert len(rows) == len(steps) == 3
+    plan = {name: math.prod(row.shape) for name, row in train_gpt.parameter_plan(sizes.model).items()}
+    matrices = sum(plan[f"{name}_bank"] for name in ("qk", "vo", "mlp"))
+    moved = [30 * matrices]
+    moved += [moved[0] + 24 * (sum(plan.values()) - matrices - plan["embed"])]
+    moved += [moved[1] + 24 * plan["embed"]]
+    item = DTYPES[0].itemsize
+    moved[1] += (2 + 5 * item) * plan["embed"]
+    products = sum(5 * 10 * (1.5 + min(r, c) / (2 * max(r, c))) for _, r, c in ops.banks(sizes).values())
+    for row, kind, amount in zip(rows, ("even", "odd, tied", "odd, split"), moved):
+        assert row.startswith(f"optimizer, {kind} step:") and "1000 us is" in row
+        assert f" {1000 / (products + amount / 1e6):.2f} (at most" in row
+        assert f"times {products:.0f} us, " in row and row.endswith(f"+ {amount / 1e6:.0f} us, {amount / 1e9:.2f} GB")

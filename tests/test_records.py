@@ -111,7 +111,7 @@ def block(name: str, text: str) -> bytes:
 
 def own_log(steps: int, loss: str, seconds: float, *, run_id: str = "run-a", sources: dict | None = None,
             hardware: str = "8 x NVIDIA H100 80GB HBM3", commit: str = "0123456789" * 4, options: dict | None = None,
-            attention: str = "triton", train_lines: bool = False) -> bytes:
+            attention: str = "triton", train_lines: bool = False, resumed: str = "") -> bytes:
     sources = sources or {"train_gpt.py": HOSTILE, "triton_kernels.py": "# no newline at the end"}
     config = {"preset": "record", "seed": 99, "fp8": "auto", "run_id": run_id, "resume": ""} | (options or {})
     header = "\n".join([
@@ -120,7 +120,8 @@ def own_log(steps: int, loss: str, seconds: float, *, run_id: str = "run-a", sou
         'packages: {"numpy": "2.3.5", "torch": "2.13.0"}', f"hardware: {hardware}", "world_size: 8",
         nvidia_smi(8, "NVIDIA H100 80GB HBM3"), RULE,
     ])
-    body = f"\nattention: {attention} (as asked); fp8: on (as asked)\n" + step_lines(steps, loss, seconds, train_lines)
+    body = f"\nattention: {attention} (as asked); fp8: on (as asked)\n" + (f"resumed: {resumed}\n" if resumed else "")
+    body += step_lines(steps, loss, seconds, train_lines)
     return b"".join(block(name, text) for name, text in sources.items()) + header.encode() + body.encode()
 
 
@@ -409,6 +410,17 @@ def test_a_diverged_run_counts_and_is_said_aloud(tmp_path):
     json.loads(text_report(folder, style="json"), parse_constant=pytest.fail)  # strict JSON: no NaN
 
 
+def test_a_resumed_run_counts_and_is_said_aloud(tmp_path):
+    folder = write_group(tmp_path / "g", 10, "3.2700 3.2701", "1.5 1.6", layout="own")
+    state = "logs/a/state_step000005.pt (step 5, clock 800ms, world size 8)"
+    (folder / "02.txt").write_bytes(own_log(10, "3.2702", 1.7, resumed=state))
+    [group], _ = runlog.read_groups([str(folder)])
+    assert [run.info.get("resumed") for run in group.runs] == [None, None, state]
+    report = text_report(folder)
+    assert f"note: g: 02.txt went on from {state}: another log holds its beginning, and its time is no rec" in report
+    assert row_of(report, "g")[1:4] == ["3", "10", "1.6000"] and report.count("note:") == 1
+
+
 @pytest.mark.parametrize("change, said", [
     (dict(steps=11), "g mixes step counts: 10 (2), 11 (1: odd.txt)."),
     (dict(hardware="8 x NVIDIA H200"),
@@ -603,11 +615,15 @@ def test_snapshot_refuses_and_leaves_nothing_behind(tmp_path, records, monkeypat
     (bare / "00.txt").write_bytes((bare / "00.txt").read_bytes().rpartition(f"{RULE}\nRunning".encode())[2])
     (bare / "00.txt").write_bytes(f"{RULE}\nRunning".encode() + (bare / "00.txt").read_bytes())
     (tmp_path / "00.txt").write_bytes(own_log(10, "3.27", 1.7, run_id="z", sources=SOURCES))
+    late = dict(layout="own", sources=SOURCES, resumed="a.pt (step 5)")
+    resumed = write_group(tmp_path / "resumed", 10, "3.27", "1.5", **late)
     for arguments, words in (
         (["--name", "a/b", good], "letters, digits"),
         (["--name", "Mixed", mixed], "00.txt and odd.txt differ in train_gpt.py"),
         (["--name", "Evil", evil], "inside the project"),
         (["--name", "Bare", bare], "embeds none"),
+        (["--name", "Resumed", resumed], "must be unbroken, and 00.txt went on from a.pt (step 5); run it anew."),
+        (["--name", "Against", good, "--baseline", resumed], "must be unbroken, and 00.txt went on from a.pt (step 5)"),
         (["--name", "Same", good / "00.txt", tmp_path / "00.txt"], "two are 00.txt"),
         (["--name", "Against", good, "--against", records], "holds no .txt file"),
         (["--name", "Against", good, "--against", tmp_path / "project/train_gpt.py"], "it is not a training log"),
