@@ -911,9 +911,8 @@ class GPT(nn.Module):
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Streams]:
         """Input of layer 0, its norm, and the streams all layers share."""
         tokens, planes = batch.inputs, self.cfg.value_planes
-        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1])
-        if self.cfg.sign_rows:
-            bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
+        signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
+        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
         one = embedding.new_ones(())
         _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2], one), normed=True)

@@ -180,9 +180,16 @@ def dc_rows():
 
 
 def lookup_rows():
-    """Both passes over a table's gradient, bf16, D = 768."""
-    signature = dict(grad_ptr="*bf16", partial_ptr="*fp32", sorted_ptr="*i32", order_ptr="*i32", first_ptr="*i32")
-    signature |= dict(d_ptr="*bf16", T="i32:16", stride_d="i32:16")
-    for combine in False, True:
-        yield row(f"lookup, combine {combine}", kernels._lookup_add_kernel, (80, 90), signature, kernels.LOOKUP_TILES,
-                  D=768, COLUMNS=1024, COMBINE=combine)
+    """The six planes of a token with int32 rows, the bigram table with signs; bf16, D = 768."""
+    sizes = dict(D=768, COLUMNS=256)
+    for planes, signed in (6, False), (1, True):
+        bf16 = ("*bf16",) * planes
+        types = dict(outs=bf16, tables=bf16, grads=bf16, ds=bf16, d_steps=("i32:16",) * planes, T="i32:16")
+        types |= dict(rows_ptr="*i32", sorted_ptr="*i32", order_ptr="*i64", partial_ptr="*fp32", signs_ptr="*bf16")
+        types |= dict(sign_rows_ptr="*i32")
+        missing = {} if signed else dict(signs_ptr=None, sign_rows_ptr=None)
+        tiles = {name: tiles | sizes for name, tiles in kernels.LOOKUP_TILES.items()}
+        span = tiles["add"]["ROWS"] * tiles["add"]["STEPS"]
+        for name, more in ("gather", missing), ("add", missing), ("borders", dict(SPAN=span)):
+            yield row(f"lookup {name}, {planes} planes", getattr(kernels, f"_lookup_{name}_kernel"), (80, 90), types,
+                      tiles[name], PLANES=planes, **more)
