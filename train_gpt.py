@@ -995,8 +995,8 @@ class GPT(nn.Module):
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
         w_qk, w_v, w_o = w.qk[slot].view(2 * D, D), w.vo[2 * slot], w.vo[2 * slot + 1]
-        qk = F.linear(n, w.scalars[2 * i] * w_qk).view(T, 2, N, -1)
-        q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
+        qk, turn = F.linear(n, w_qk).view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
+        q, k = kernels.norm_rotary(qk, self.cos, self.sin, w.scalars[2 * i], **turn)
         v = F.linear(n, w_v)
         if extra:
             v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
