@@ -677,7 +677,7 @@ def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Mixture:
     """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
     e_TD, near = kernels.leading(e_TD, gate_w.shape[-1])
     gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(near[1:], gate_w))
-    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
+    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), kernels.previous(e_TD))]
 
 
 def gate_lanes(
@@ -875,6 +875,7 @@ class GPT(nn.Module):
         plain_values = torch.tensor([spec.value_embed is None for spec in cfg.plan])
         self.register_buffer("plain_values", plain_values, persistent=False)
         self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
+        self.quantized_head: kernels.QuantizedHead | None = None
 
     def rotate_to(self, freqs: Tensor, positions: int) -> None:
         """Use rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
@@ -882,20 +883,26 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def refresh_fp8(self) -> None:
-        """Requantize the up projections after the weights changed."""
-        if self.quantized is None:
-            up = self.mlp_bank[:, 0]
-            self.w8 = torch.empty(up.shape, dtype=torch.float8_e4m3fn, device=up.device)
-            self.w8_scales = torch.empty(len(up), 4, device=up.device)  # every scale in its own 16-byte cell
-            self.quantized = tuple(kernels.QuantizedWeight(w, s[:1]) for w, s in zip(self.w8, self.w8_scales))
-        kernels.quantize_bank(self.mlp_bank[:, 0], self.w8, self.w8_scales)
+        """Requantize the head and the up projections after the weights changed, in place: graphs hold on to them."""
+        head = kernels.quantize_head(self.lm_head)
+        if self.quantized_head is None:
+            self.quantized_head, up = head, self.mlp_bank[:, 0]
+            if self.cfg.fp8_mlp:
+                self.w8 = torch.empty(up.shape, dtype=torch.float8_e4m3fn, device=up.device)
+                self.w8_scales = torch.empty(len(up), 4, device=up.device)  # every scale in its own 16-byte cell
+                self.quantized = tuple(kernels.QuantizedWeight(w, s[:1]) for w, s in zip(self.w8, self.w8_scales))
+        for held, fresh in zip(self.quantized_head, head):
+            held.copy_(fresh)
+        if self.quantized:
+            kernels.quantize_bank(self.mlp_bank[:, 0], self.w8, self.w8_scales)
 
     def forward(self, batch: Batch, view: View, mtp_weights: Tensor | None = None) -> Tensor:
         """Weighted multi-token loss while training (mtp_weights given), plain next-token cross-entropy otherwise."""
         x = self.features(batch, view)
         if mtp_weights is None:
             return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
-        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
+        w8 = self.quantized_head if view.fp8 else None
+        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8, quantized=w8)
 
     def features(self, batch: Batch, view: View) -> Tensor:
         """What the head reads, (T, D)."""
@@ -917,7 +924,7 @@ class GPT(nn.Module):
         D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
 
         def slots(bank: Tensor, count: int, rows: int) -> list[tuple[Tensor, Tensor | None]]:
-            """The bank as `count` matrices (rows, D), without its padding."""
+            """The bank as `count` matrices (rows, D), without its padding, and the same of its gradient."""
             parts = (x.view(-1, D)[: count * rows].view(count, rows, D) for x in (bank, bank.grad) if x is not None)
             return list(itertools.zip_longest(*(part.unbind() for part in parts), *[()] * (bank.grad is None)))
 
@@ -934,9 +941,8 @@ class GPT(nn.Module):
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
         """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
         tokens, planes, half = batch.inputs, self.cfg.value_planes, self.cfg.smear_dims // 2
-        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1])
-        if self.cfg.sign_rows:
-            bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
+        signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
+        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
         _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2]), normed=True)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
@@ -1037,10 +1043,10 @@ class GPT(nn.Module):
         """Attention of layer i from its normed input n, output projection included but for its lambda."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
-        (w_qk, _), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
-        qk, v = kernels.linear(n, (w.scalars[2 * i] * w_qk, w_v), (None, dw_v))
-        qk = qk.view(T, 2, N, -1)
-        q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
+        (w_qk, dw_qk), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
+        qk, v = kernels.linear(n, (w_qk, w_v), (dw_qk, dw_v))
+        qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
+        q, k = kernels.norm_rotary(qk, self.cos, self.sin, w.scalars[2 * i], **turn)
         if extra:
             v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
@@ -1065,7 +1071,8 @@ class GPT(nn.Module):
             w1, w2 = F.linear(hidden, self.dc_w2_bank[slot]).chunk(2, dim=-1)
         else:
             return None
-        return F.rms_norm(w1, w1.shape[-1:], eps=1e-6), w2.contiguous()
+        wide = w1.to(torch.promote_types(w1.dtype, torch.float32))  # rows this short are slow in F.rms_norm
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(w1.dtype), w2.contiguous()
 
     def recombine(self, x: Tensor, s: Streams) -> Tensor:
         """Norm of the last layer's output plus earlier streams, by MUDD coefficients."""
@@ -1847,7 +1854,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, attention: str, fp8: bool):
         self.cfg, self.plan, self.runtime, self.attention = cfg, plan, runtime, attention
-        self.fp8, self.fp8_mlp = fp8, fp8 and cfg.model.fp8_mlp
+        self.fp8 = fp8
         seed = cfg.seed if runtime.main else None  # rank 0 draws, the others receive
         self.model = GPT(cfg.model, world_size=runtime.world_size, seed=seed).to(runtime.device)
         if runtime.world_size > 1:
@@ -1863,7 +1870,7 @@ class Trainer:
         self.stage = None
         self.facts = facts(cfg)  # of the sources as they are now
         self.enter(0)
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
 
     def enter(self, step: int) -> None:
@@ -1888,7 +1895,7 @@ class Trainer:
         )
         if step == split_step(self.cfg):
             self.optimizer.split_embed()
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
         return loss
 
@@ -1935,7 +1942,7 @@ class Trainer:
         for name, held in self.model.state_dict().items():
             copy_into(held, saved["model"][name])
         self.optimizer.restore(saved["optimizer"])
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
 
 
