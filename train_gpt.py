@@ -1233,10 +1233,10 @@ class NorMuonAndAdam:
             self._update(unit)
         self._finish(active, units, do_adam)
 
-    def touched(self, label: str, rows: list[Tensor], do_adam: bool) -> None:
+    def touched(self, label: str, rows: Iterable[Tensor], do_adam: bool) -> None:
         """Name, ahead of a step and on every rank, the rows of a sparse parameter it touches; if none does: dense."""
         if exchange := self.states[label].exchange:
-            exchange.touch(torch.cat(rows), last=do_adam)
+            exchange.touch(torch.cat(list(rows)), last=do_adam)
 
     def _merge_tied_gradient(self) -> None:
         head, embed = self.states["lm_head"].param, self.states["embed"].param
@@ -1883,7 +1883,7 @@ class Trainer:
         self.enter(step)
         view = view_at(self.cfg, step, attention=self.attention, fp8=self.fp8)
         weights = torch.tensor(mtp_weights(self.cfg, step)).to(self.runtime.device, non_blocking=True)
-        self.optimizer.touched("bigram_embed", [batch.bigram_rows for batch in batches], is_adam_step(step))
+        self.optimizer.touched("bigram_embed", (batch.bigram_rows for batch in batches), is_adam_step(step))
         loss = sum(self.micro_step(batch, view, weights) for batch in batches)
         self.optimizer.step(
             do_adam=is_adam_step(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
