@@ -1951,6 +1951,7 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
 
 # Elements a program; all of these stream memory. H200, 2026-11-30, Triton 3.6: 4.1 to 4.2 TB/s, variance 3.1.
 ADAM_TILES = dict(BLOCK=1024, num_warps=4)
+ADAM_SEGMENT = ADAM_TILES["BLOCK"]  # parameters that lie in one flat buffer start at multiples of it
 MOMENTUM_TILES = dict(BLOCK=1024, num_warps=4)
 VARIANCE_TILES = dict(LINES=16, DEPTH=256, num_warps=4)  # lines are reduced along their depth
 RESCALE_TILES = dict(BLOCK=4096, BLOCKS=4, num_warps=8)
@@ -1971,8 +1972,11 @@ def _require_in_place(name: str, tensor: Tensor, shape: torch.Size, dtype: torch
 
 # --- Adam with cautious weight decay ---
 
-def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
-    beta1, beta2, step_size, eps, decay = hyper.unbind()
+def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper, starts=None):
+    if starts is not None:  # one row of five an element
+        rows = starts.long()[:, None] + torch.arange(5, device=hyper.device)
+        hyper = hyper[rows].repeat_interleave(ADAM_SEGMENT, 0)
+    beta1, beta2, step_size, eps, decay = hyper.unbind(-1)
     g, wide = g.to(exp_avg.dtype), p.to(exp_avg.dtype)
     exp_avg.lerp_(g, 1 - beta1)
     exp_avg_sq.lerp_(g * g, 1 - beta2)
@@ -1981,9 +1985,11 @@ def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
 
 
 @jit
-def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
+def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, starts, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = at < numel
+    if starts is not None:
+        hyper += tl.load(starts + tl.program_id(0))
     beta1, beta2, step_size = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
     eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
     grad = tl.load(g + at, mask=keep).to(tl.float32)
@@ -1997,14 +2003,18 @@ def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
     tl.store(p + at, (wide - update).to(p.dtype.element_ty), mask=keep)
 
 
-def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-                 hyper: Tensor) -> None:
-    """One Adam step with cautious weight decay, in place.  Reference: adam_update_reference_.
+def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Tensor,
+                 starts: Tensor | None = None) -> None:
+    """One Adam step with cautious weight decay, in place, of one parameter or of many that lie end to end.
 
+    Reference: adam_update_reference_.
     In    p any shape and floating dtype, contiguous; g of p's shape, any floating dtype and strides; exp_avg and
           exp_avg_sq of p's shape, fp32 (fp64 for fp64 p); hyper (5,) of the moments' dtype: beta1, beta2,
           step_size = lr' sqrt(1 - beta2^n) / (1 - beta1^n), eps, decay = lr'^2 wd, with lr' = lr lr_mul, this being
-          update n
+          update n.
+          With starts, every ADAM_SEGMENT elements have five numbers of their own: hyper is (any number,), and starts
+          (p.numel() / ADAM_SEGMENT,) int32 says where in it each segment's begin; whether they lie inside is not looked
+          at. The five numbers 1, 1, 0, eps, 0 leave a segment and its moments as they are
     Out   p, exp_avg, exp_avg_sq updated. Decay acts only where it pulls the way the update does (update * p > 0;
           Liang et al., "Cautious Optimizers", arXiv 2411.16085), and counts lr twice, as in the record
     Raises ValueError for a state of other shape, dtype or layout
@@ -2013,13 +2023,18 @@ def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     _require_in_place("p", p, p.shape, p.dtype)
     _require_in_place("exp_avg", exp_avg, p.shape, exact)
     _require_in_place("exp_avg_sq", exp_avg_sq, p.shape, exact)
-    _require_in_place("hyper", hyper, torch.Size([5]), exact)
+    _require_in_place("hyper", hyper, torch.Size([5]) if starts is None else hyper.shape[:1], exact)
     require(g.shape == p.shape, f"g must have p's shape {tuple(p.shape)}, got {tuple(g.shape)}; reshape it")
-    if not use_kernel(p, g, exp_avg, exp_avg_sq, hyper) or exact == torch.float64:
-        adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper)
+    if starts is not None:
+        require(p.dim() == 1 and len(p) == ADAM_SEGMENT * starts.numel(), f"with starts p must be flat, {ADAM_SEGMENT} "
+                f"elements for each start; got {tuple(p.shape)} and {tuple(starts.shape)}: pad every parameter")
+        _require_in_place("starts", starts, starts.shape[:1], torch.int32)
+    tensors = (p, g, exp_avg, exp_avg_sq, hyper)
+    if not use_kernel(*tensors) or exact == torch.float64:
+        adam_update_reference_(*tensors, starts)
     elif p.numel():
         grid = triton.cdiv(p.numel(), ADAM_TILES["BLOCK"]),
-        _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, p.numel(), **ADAM_TILES)
+        _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, starts, p.numel(), **ADAM_TILES)
 
 
 # --- NorMuon: Nesterov momentum ---

@@ -110,7 +110,9 @@ def updates_rows():
         return row(name, kernel, (80, 90), signature, tiles, **constexprs)
 
     wide = dict.fromkeys(("exp_avg", "exp_avg_sq", "hyper"), "*fp32")
-    yield update("adam", kernels._adam_kernel, kernels.ADAM_TILES, dict(p="*bf16", g="*bf16") | wide, ["numel"])
+    for name, starts in ("adam", {"starts": None}), ("adam, flat", {}):
+        pointers = dict(p="*bf16", g="*bf16", starts="*i32") | wide
+        yield update(name, kernels._adam_kernel, kernels.ADAM_TILES, pointers, ["numel"], **starts)
     yield update("momentum", kernels._momentum_kernel, kernels.MOMENTUM_TILES,
                  dict(g="*bf16", buf="*fp32", momentum="*fp32", x="*bf16"), ["numel"])
     states = dict(x="*bf16", v2="*fp32", means="*fp32")
