@@ -102,7 +102,7 @@ class RowExchange:
         """
         if self.received:
             rows, values = self.received
-            kernels.lookup_add_(own, kernels.lookup_order(rows - self.rank * self.owned), values)
+            kernels.lookup_add_([own], kernels.lookup_order(rows - self.rank * self.owned), [values])
             own.div_(self.world_size)
         self.forget()
 

@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +59,7 @@ import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
 from exchange import RowExchange, agree
-from preflight import launched_ranks
+from preflight import RunLog, launched_ranks
 
 # === §1 Config ===
 # Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
@@ -569,35 +568,6 @@ def try_gpu(runtime: Runtime) -> None:
         raise ValueError(f"a first {what} failed on rank {runtime.rank} ({why}): {remedy}") from problem
 
 
-class RunLog:
-    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
-
-    RULE = "=" * 100
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.file = open(path, "x", encoding="utf-8", newline="") if path else None
-
-    def write(self, text: str) -> None:
-        """Append a line to the file only."""
-        if self.file:
-            self.file.write(text + "\n")
-            self.file.flush()
-
-    def say(self, text: str) -> None:
-        """Append a line to the file and show it."""
-        if self.file:
-            print(text, flush=True)
-            self.write(text)
-
-    def embed(self, name: str, text: str) -> None:
-        """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""
-        raw = text.encode()
-        self.write(f"##### BEGIN {name} bytes={len(raw)} sha256={hashlib.sha256(raw).hexdigest()} #####")
-        self.write(text.removesuffix("\n"))
-        self.write(f"##### END {name} #####")
-
-
 def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str, str]) -> None:
     """Everything needed to repeat the run: source, commit, configuration, versions, hardware."""
     for name, text in sources.items():
@@ -606,39 +576,18 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
     gpus = f"{runtime.world_size} x {torch.cuda.get_device_name()}" if cuda else ""
     lines = [
         f"run_id: {log.path.stem if log.path else 'none'}",
-        f"commit: {_commit()}",
+        f"commit: {preflight.commit(ROOT)}",
         f"config: {json.dumps({name: getattr(cfg, name) for name in OPTIONS})}",
         f"Running Python {sys.version}".replace("\n", " "),
         f"Running PyTorch {torch.__version__}",
         f"Running Triton version {kernels.triton.__version__ if kernels.triton else 'not installed'}",
-        f"packages: {json.dumps(_packages())}",
+        f"packages: {json.dumps(preflight.packages())}",
         f"hardware: {gpus or f'cpu ({platform.machine()}), {torch.get_num_threads()} threads'}",
         f"world_size: {runtime.world_size}",
     ]
     if cuda and shutil.which("nvidia-smi"):
         lines.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
     log.write("\n".join([log.RULE, *lines, log.RULE]))
-
-
-def _commit() -> str:
-    """The commit of the source folder, with '(dirty)' where files differ from it."""
-    try:
-        git = ("git", "-C", str(ROOT))
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
-        ).stdout
-        return head + (" (dirty)" if changed.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 # === §3 Operations ===

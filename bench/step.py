@@ -121,7 +121,9 @@ class Bench:
         words = command(self.world_size, Path(__file__).with_name("step_worker.py"), task)
         if code := subprocess.run(words, env=env, stdout=sys.stderr).returncode:
             raise ValueError(f"step_worker.py ended with exit code {code}: what it said is above.")
-        return json.loads(result.read_text())
+        found = json.loads(result.read_text())
+        found["machine"]["commit"] = train_gpt.preflight.commit(Path(job["root"]))
+        return found
 
     def start_seconds(self, run_id: str, env: dict[str, str]) -> float:
         """Seconds from the command until train_gpt.py has validated step 0 and starts its clock for the first step."""

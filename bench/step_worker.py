@@ -214,7 +214,7 @@ def work(job: dict) -> None:
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "cpu"
         triton = t.kernels.triton.__version__ if t.kernels.triton else "not installed"
         machine = {"device": device, "world size": world_size, "torch": torch.__version__, "triton": triton}
-        machine |= {"attention": f"{attention} ({why})", "fp8": "on" if fp8 else "off", "commit": t._commit()}
+        machine |= {"attention": f"{attention} ({why})", "fp8": "on" if fp8 else "off"}
         Path(job["result"]).write_text(json.dumps({"machine": machine, "columns": columns}))
     if world_size > 1:
         torch.distributed.destroy_process_group()
