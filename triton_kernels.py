@@ -779,7 +779,7 @@ def injections(gates, x, y):
     require(x.dim() == 2 and x.numel() > 0 and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device),
             f"x and y must be non-empty (T, D) alike, not {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}: "
             "cast and reshape them alike")
-    require(1 <= len(gates) <= 8 and all(len(pair) == 2 and pair != (None, None) for pair in gates),
+    require(1 <= len(gates) <= 8 and all(len(pair) == 2 and any(g is not None for g in pair) for pair in gates),
             f"injections takes 1 to 8 pairs of gates, of which one may be None, not {len(gates)}: split the call")
     given = [g for pair in gates for g in pair if g is not None]
     _check_gates(given, x)
@@ -1213,8 +1213,8 @@ def finish_heads(y, v, alpha, gate):
 # A program takes COLUMNS of ROWS rows at a time, all in flight at once, "add" STEPS times. COLUMNS are what one warp
 # reads of a row in 16-byte pieces: then each thread holds whole columns and sums them without asking another.
 LOOKUP_TILES = {
-    "gather": dict(ROWS=16, COLUMNS=256, num_warps=1),
-    "add": dict(ROWS=8, STEPS=8, COLUMNS=256, num_warps=1),
+    "gather": dict(ROWS=4, COLUMNS=256, num_warps=1),
+    "add": dict(ROWS=4, STEPS=8, COLUMNS=256, num_warps=1),
     "borders": dict(ROWS=8, COLUMNS=256, num_warps=1),
 }
 

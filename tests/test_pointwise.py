@@ -203,7 +203,8 @@ def injection_inputs(kinds, T, D, dtype=torch.float64, device="cpu"):
 @pytest.mark.parametrize("kinds", [["xy"], ["x", "xy", "y"], ["xy"] * 8], ids=len)
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
 def test_injections(kinds, dtype, device, request):
-    T, D = (4099, 768) if GPU else (11, 24)
+    device = "cpu" if dtype == torch.float64 else device
+    T, D = (4099, 768) if device == "cuda" else (11, 24)
     inputs = injection_inputs(kinds, T, D, dtype, device)
     weights = [randn(T, D, seed=20 + i, device=device).bfloat16().half() for i in range(len(kinds))]
     if dtype == torch.float64:
