@@ -699,17 +699,29 @@ class View(NamedTuple):
     fp8: bool = False
 
 
-class Weights(NamedTuple):
-    """Matrices of the banks by slot, each with the slice of its bank's gradient that its products add to (None where
-    there is no such buffer yet), and lambdas, split once a pass."""
+class Folded(NamedTuple):
+    """Matrices as products read them: a lambda that scales a whole product is in its matrix."""
 
-    qk: list[tuple[Tensor, Tensor | None]]  # (2D, D): queries of all heads, then keys
-    vo: list[tuple[Tensor, Tensor | None]]  # (D, D): V and O by turns
-    mlp: list[tuple[Tensor, Tensor | None]]  # (F, D): up and down by turns
-    scalars: tuple[Tensor, ...]  # two by layer (before QKV, before O), smear, skip
-    resid: tuple[Tensor, ...]  # two by layer: of the residual at the attention and at the MLP
-    out: tuple[Tensor, ...]  # two by layer: of what attention and MLP put out
-    lam: tuple[Tensor, ...]  # one by layer: of what attention puts out, without post_lambdas
+    qk: Tensor  # (A, 2D, D), A layers with attention: queries of all heads, then keys
+    v: Tensor  # (A, D, D)
+    o: Tensor  # (A, D, D)
+    down: Tensor  # (L, F, D)
+
+
+Slots = list[tuple[Tensor, Tensor | None]]  # a matrix, and where products add its gradient (None: autograd does)
+
+
+class Weights(NamedTuple):
+    """Matrices by slot and lambdas by layer, split once a pass."""
+
+    qk: Slots
+    v: Slots
+    o: Slots
+    down: Slots
+    up: Slots
+    resid: list[tuple[Tensor, Tensor]]  # of the residual, at the attention and at the MLP
+    smear: Tensor
+    skip: Tensor
 
 
 class Streams(NamedTuple):
@@ -822,8 +834,10 @@ class GPT(nn.Module):
         read = {spec.reads for spec in cfg.plan}
         followed = [spec.window != "none" and not spec.reads for spec in cfg.plan[1:]] + [False]
         self.norm_is_read = [spec.save_as in read - {""} or next_ for spec, next_ in zip(cfg.plan, followed)]
-        plain_values = torch.tensor([spec.value_embed is None for spec in cfg.plan])
-        self.register_buffer("plain_values", plain_values, persistent=False)
+        self.register_buffer("attn_layers", torch.tensor(cfg.attn_layers), persistent=False)
+        muddy = torch.tensor([[spec.mudd] for spec in cfg.plan])  # MUDD lanes stand in for post_lambdas
+        self.register_buffer("muddy", muddy, persistent=False)
+        self.folded: Folded | None = None  # what the micro-batches of a step share: see refresh
         self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
         self.quantized_head: kernels.QuantizedHead | None = None
 
@@ -831,9 +845,38 @@ class GPT(nn.Module):
         """Use rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
         self.cos, self.sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
 
-    @torch.no_grad()
-    def refresh_fp8(self) -> None:
-        """Requantize the head and the up projections after the weights changed, in place: graphs hold on to them."""
+    def fold(self) -> Folded:
+        """Scale the matrices; gradients reach banks and lambdas."""
+        D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
+        low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
+        into_qkv, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
+        post_attn, post_mlp = self.post_lambdas.to(low).to(wide).masked_fill(self.muddy, 1).unbind(1)
+        into_qkv, into_o = (scale[self.attn_layers] for scale in (into_qkv, into_o * post_attn))
+        qk = self.qk_bank.view(-1, D)[: A * 2 * D].view(-1, 2 * D, D)
+        v, o = self.vo_bank[: 2 * A].view(-1, 2, D, D).unbind(1)
+        pairs = (qk, into_qkv), (v, into_qkv), (o, into_o), (self.mlp_bank[:L, 1], post_mlp)
+        return Folded(*((matrices * scale.view(-1, 1, 1)).to(low) for matrices, scale in pairs))
+
+    def refresh(self, fp8: bool) -> None:
+        """Remake, in place, what micro-batches read instead of the parameters: folded matrices and FP8 copies."""
+        with torch.enable_grad():
+            self.fresh = self.fold()
+        with torch.no_grad():
+            if self.folded is None:
+                self.folded = Folded(*(x.detach().clone().requires_grad_() for x in self.fresh))
+                for x in self.folded:
+                    x.grad = torch.zeros_like(x)
+            for held, fresh in zip(self.folded, self.fresh):
+                held.copy_(fresh)
+            if fp8:
+                self._refresh_fp8()
+
+    def unfold(self) -> None:
+        """Hand the folded matrices' gradients on to banks and lambdas, once a step."""
+        torch.autograd.backward(self.fresh, [x.grad for x in self.folded])
+        torch._foreach_zero_([x.grad for x in self.folded])
+
+    def _refresh_fp8(self) -> None:
         head = kernels.quantize_head(self.lm_head)
         if self.quantized_head is None:
             self.quantized_head, up = head, self.mlp_bank[:, 0]
@@ -871,22 +914,16 @@ class GPT(nn.Module):
         return self.recombine(x, s)
 
     def weights(self) -> Weights:
-        D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
+        def slots(matrices: Tensor, gradients: Tensor | None) -> Slots:
+            return list(zip(matrices, itertools.repeat(None) if gradients is None else gradients))
 
-        def slots(bank: Tensor, count: int, rows: int) -> list[tuple[Tensor, Tensor | None]]:
-            """The bank as `count` matrices (rows, D), without its padding, and the same of its gradient."""
-            parts = (x.view(-1, D)[: count * rows].view(count, rows, D) for x in (bank, bank.grad) if x is not None)
-            return list(itertools.zip_longest(*(part.unbind() for part in parts), *[()] * (bank.grad is None)))
-
-        banks = slots(self.qk_bank, A, 2 * D), slots(self.vo_bank, 2 * A, D), slots(self.mlp_bank, 2 * L, 4 * D)
+        folded, bank = self.folded or self.fold(), self.mlp_bank
+        gradients = (x.grad for x in folded) if self.folded else itertools.repeat(None)
+        up = slots(bank[:, 0], None if bank.grad is None else bank.grad[:, 0])
         low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
-        resid, post = (table.to(low).to(wide) for table in (self.resid_lambdas, self.post_lambdas))
-        into_v, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
-        # attention is linear in V: a lambda of all of V may as well scale its output
-        lam = into_o * torch.where(self.plain_values, into_v, 1)
-        out = post * torch.stack((lam, torch.ones_like(lam)), dim=1)
-        lambdas = (table.flatten().unbind() for table in (self.scalars, resid, out, lam))
-        return Weights(*banks, *lambdas)
+        resid = self.resid_lambdas.to(low).to(wide).flatten().unbind()
+        resid = list(zip(resid[::2], resid[1::2]))
+        return Weights(*map(slots, folded, gradients), up, resid, *self.scalars[-2:].unbind())
 
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
         """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
@@ -894,7 +931,7 @@ class GPT(nn.Module):
         signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
         (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2]), normed=True)
+        _, x0 = mix(smear(embedding, self.smear_gate, w.smear), normed=True)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
         s = Streams(bigram, [kernels.leading(ve, half) for ve in value_embeds], {}, {}, {}, {})
         self.add_gates(next(x0), x0, s, post=False)
@@ -939,7 +976,7 @@ class GPT(nn.Module):
             reads = kernels.fan(x)
             mu = self.mudd(next(reads), 0)
         if spec.window == "none":
-            skip = torch.sigmoid(w.scalars[-1]).to(x.dtype) * s.gates["skip", i]
+            skip = torch.sigmoid(w.skip).to(x.dtype) * s.gates["skip", i]
             into = [(None, x), (skip, next(s.caches[spec.skip_from]))]
         else:
             n, near = next(s.norms[spec.reads]) if spec.reads else n, None
@@ -950,20 +987,20 @@ class GPT(nn.Module):
             into = self.residual(i, next(reads), y, w, s, mu)
         x, n = mix(into, normed=True)
         quantized = self.quantized[i] if view.fp8 and self.quantized else None
-        (w_up, w_down), grads = zip(*w.mlp[2 * i : 2 * i + 2])
-        y = kernels.mlp(n, w_up, w_down, quantized, grads)
-        resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[2 * i + 1], w.out[2 * i + 1])
+        weights, gradients = zip(w.up[i], w.down[i])
+        y = kernels.mlp(n, *weights, quantized, gradients)
+        resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[i][1], None)
         return mix([(resid, x), (out, y)], normed=self.norm_is_read[i])
 
     def residual(self, i: int, x: Tensor, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
         """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
         if mu is None:
-            return [(w.resid[2 * i], x), (w.out[2 * i], y), (None, s.injections[i])]
+            return [(w.resid[i][0], x), (None, y), (None, s.injections[i])]
         # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
         embed, mid, again = (mu["attn_resid"] * mu["residual"]).split(1, dim=-1)
         return [
             (mu["attn_resid"] + again, x),
-            (mu["attn_out"] * w.lam[i], y),
+            (mu["attn_out"], y),
             (embed + s.gates.get(("x0", i), mu["x0"]), next(s.caches["embed"])),
             (mid, next(s.caches["mid"])),
             (s.gates.get(("bigram", i), mu["bigram"]), next(s.bigram)),
@@ -990,15 +1027,14 @@ class GPT(nn.Module):
     def attention(
         self, i: int, n: Tensor, extra: Mixture, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> Tensor:
-        """Attention of layer i from its normed input n, output projection included but for its lambda."""
+        """Attention of layer i from its normed input n, output projection included."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
-        (w_qk, dw_qk), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
-        qk, v = kernels.linear(n, (w_qk, w_v), (dw_qk, dw_v))
+        qk, v = kernels.linear(n, *zip(w.qk[slot], w.v[slot]))
         qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
-        q, k = kernels.norm_rotary(qk, self.cos, self.sin, w.scalars[2 * i], **turn)
+        q, k = kernels.norm_rotary(qk, self.cos, self.sin, **turn)
         if extra:
-            v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
+            v, _ = mix([(None, v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
         y = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
@@ -1009,7 +1045,7 @@ class GPT(nn.Module):
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
-        return kernels.linear(y.reshape(T, D), (w_o,), (dw_o,))[0]
+        return kernels.linear(y.reshape(T, D), *zip(w.o[slot]))[0]
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""
@@ -1824,7 +1860,7 @@ class MicroStep:
     def _capture(self, batch: Batch, view: View, weights: Tensor) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
         """Run once on the side, with gradients of its own, so that kernels compile; then record."""
         static = [tensor.clone() for tensor in (*batch, weights)]
-        parameters, graph = list(self.model.parameters()), torch.cuda.CUDAGraph()
+        parameters, graph = [*self.model.parameters(), *self.model.folded], torch.cuda.CUDAGraph()
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -1861,8 +1897,7 @@ class Trainer:
         self.stage = None
         self.facts = facts(cfg)  # of the sources as they are now
         self.enter(0)
-        if self.fp8:
-            self.model.refresh_fp8()
+        self.model.refresh(self.fp8)
 
     def enter(self, step: int) -> None:
         """Put the stage of `step` in force: its rotary tables."""
@@ -1882,13 +1917,13 @@ class Trainer:
         weights = torch.tensor(mtp_weights(self.cfg, step)).to(self.runtime.device, non_blocking=True)
         self.optimizer.touched("bigram_embed", (batch.bigram_rows for batch in batches), is_adam_step(step))
         loss = sum(self.micro_step(batch, view, weights) for batch in batches)
+        self.model.unfold()
         self.optimizer.step(
             do_adam=is_adam_step(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
         )
         if step == split_step(self.cfg):
             self.optimizer.split_embed()
-        if self.fp8:
-            self.model.refresh_fp8()
+        self.model.refresh(self.fp8)
         return loss
 
     @torch.no_grad()
@@ -1934,8 +1969,7 @@ class Trainer:
         for name, held in self.model.state_dict().items():
             copy_into(held, saved["model"][name])
         self.optimizer.restore(saved["optimizer"])
-        if self.fp8:
-            self.model.refresh_fp8()
+        self.model.refresh(self.fp8)
 
 
 def blank_state(cfg: RunConfig) -> dict[str, Tensor]:
