@@ -16,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+import triton_kernels as kernels
 
 
 def launched_ranks() -> tuple[int, int, int]:
@@ -88,6 +91,26 @@ def check_logs(folder: Path, run_id: str) -> str:
     except OSError as error:
         return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
     return ""
+
+
+def try_gpu(device: torch.device, rank: int, world_size: int) -> None:
+    """One tiny kernel and one tiny collective, so that a broken tool chain says so now. Raises ValueError."""
+    if device.type != "cuda":
+        return
+    what = "Triton kernel"
+    remedy = "check gcc, Python's headers, the driver and that the folder of TRITON_CACHE_DIR can be written."
+    try:
+        source = torch.arange(6.0, device=device).view(2, 3)
+        kernels.transpose_copy(source, target := torch.empty(3, 2, device=device))
+        assert torch.equal(target, source.T), "a transposed copy must equal the transpose"
+        if world_size > 1:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            what, remedy = f"all-reduce (NCCL {version})", "set NCCL_DEBUG=INFO to see why."
+            dist.all_reduce(source)
+            torch.cuda.synchronize()
+    except Exception as problem:  # whatever a compiler, linker or driver may raise
+        why = repr(problem).splitlines()[-1]
+        raise ValueError(f"a first {what} failed on rank {rank} ({why}): {remedy}") from problem
 
 
 class RunLog:

@@ -548,26 +548,6 @@ def start_runtime(local_rank: int, rank: int, world_size: int) -> Runtime:
     return Runtime(rank=rank, world_size=world_size, device=device)
 
 
-def try_gpu(runtime: Runtime) -> None:
-    """One tiny kernel and one tiny collective, so that a broken tool chain says so now. Raises ValueError."""
-    if runtime.device.type != "cuda":
-        return
-    what = "Triton kernel"
-    remedy = "check gcc, Python's headers, the driver and that the folder of TRITON_CACHE_DIR can be written."
-    try:
-        source = torch.arange(6.0, device=runtime.device).view(2, 3)
-        kernels.transpose_copy(source, target := torch.empty(3, 2, device=runtime.device))
-        assert torch.equal(target, source.T), "a transposed copy must equal the transpose"
-        if runtime.world_size > 1:
-            version = ".".join(map(str, torch.cuda.nccl.version()))
-            what, remedy = f"all-reduce (NCCL {version})", "set NCCL_DEBUG=INFO to see why."
-            dist.all_reduce(source)
-            runtime.sync()
-    except Exception as problem:  # whatever a compiler, linker or driver may raise
-        why = repr(problem).splitlines()[-1]
-        raise ValueError(f"a first {what} failed on rank {runtime.rank} ({why}): {remedy}") from problem
-
-
 def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str, str]) -> None:
     """Everything needed to repeat the run: source, commit, configuration, versions, hardware."""
     for name, text in sources.items():
@@ -2143,7 +2123,7 @@ def run(cfg: RunConfig) -> None:
     plan, saved = prepare(cfg, world_size)
     runtime = start_runtime(local_rank, rank, world_size)
     try:
-        try_gpu(runtime)
+        preflight.try_gpu(runtime.device, rank, world_size)
         attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
         fp8, why_fp8 = choose_fp8(cfg, runtime.device)
         log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
