@@ -428,8 +428,9 @@ def every_op(device, dtype=torch.float32):
 
 @pytest.mark.parametrize("rows", [2, 32] if GPU else [1, 2, 4, 32])
 def test_rows_of_a_program_change_nothing(rows, device, force_kernels, monkeypatch):
-    for name in POINTWISE_TILES:
-        monkeypatch.setitem(POINTWISE_TILES, name, dict(ROWS=rows, num_warps=4 if rows > 4 else 1))
+    for name, tiles in POINTWISE_TILES.items():
+        size = dict(BLOCK=32 * rows, WAVES=1) if "WAVES" in tiles else dict(ROWS=rows)
+        monkeypatch.setitem(POINTWISE_TILES, name, tiles | size | dict(num_warps=4 if rows > 4 else 1))
     for name, op, reference, inputs, options, shape in every_op(device):
         weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
         assert_kernels_match(op, reference, inputs, weights, **options)
