@@ -1,14 +1,18 @@
-"""What a run asks of its machine before any GPU work: ranks, GPU, compiler, log folder.
+"""What a run asks of its machine before any GPU work (ranks, GPU, compiler, log folder), and the log it writes.
 
 Each check gives one sentence that names rule, value and remedy, or '' where nothing is wrong, so that a user reads all
 of them at once.
 """
 
+import contextlib
+import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import uuid
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -84,3 +88,54 @@ def check_logs(folder: Path, run_id: str) -> str:
     except OSError as error:
         return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
     return ""
+
+
+class RunLog:
+    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
+
+    RULE = "=" * 100
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.file = open(path, "x", encoding="utf-8", newline="") if path else None
+
+    def write(self, text: str) -> None:
+        """Append a line to the file only."""
+        if self.file:
+            self.file.write(text + "\n")
+            self.file.flush()
+
+    def say(self, text: str) -> None:
+        """Append a line to the file and show it."""
+        if self.file:
+            print(text, flush=True)
+            self.write(text)
+
+    def embed(self, name: str, text: str) -> None:
+        """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""
+        raw = text.encode()
+        self.write(f"##### BEGIN {name} bytes={len(raw)} sha256={hashlib.sha256(raw).hexdigest()} #####")
+        self.write(text.removesuffix("\n"))
+        self.write(f"##### END {name} #####")
+
+
+def commit(root: Path) -> str:
+    """The commit of the source folder, with '(dirty)' where files differ from it."""
+    try:
+        git = ("git", "-C", str(root))
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        ).stdout
+        return head + (" (dirty)" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def packages() -> dict[str, str]:
+    """Versions of what a run imports."""
+    found = {}
+    for name in ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

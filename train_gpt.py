@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,8 @@ import dc_triton_kernels
 import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
-from preflight import launched_ranks
+from exchange import RowExchange, agree
+from preflight import RunLog, launched_ranks
 
 # === §1 Config ===
 # Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
@@ -164,7 +164,7 @@ class ParamSpec:
 
     label: str
     optim: str  # "normuon" (every step) or "adam" (odd steps, on the sum of two steps' gradients)
-    comms: str  # "sharded" (reduce-scatter, all-gather) or "replicated" (all-reduce)
+    comms: str  # "sharded" (reduce-scatter, all-gather), "sparse" (touched rows, all-gather), "replicated" (all-reduce)
     work: int  # place in the order in which updates run: small and quick ones first, orthogonalisation last
     betas: tuple[float, float] | None = None  # Adam only
     lr_mul: float = 1.0
@@ -185,7 +185,7 @@ PARAM_TABLE = (
     _adam("smear_gate", "replicated", 1, (0.9, 0.99), 0.01, 0.0),
     _adam("ve_gate_bank", "replicated", 2, (0.9, 0.99), 1.0, 1.0),
     _adam("lm_head", "sharded", 14, (0.5, 0.95), 1.0, 150.0),  # before embed: the tied gradients meet here
-    _adam("bigram_embed", "sharded", 11, (0.75, 0.95), 75.0, 5.0),
+    _adam("bigram_embed", "sparse", 11, (0.75, 0.95), 75.0, 5.0),
     _adam("post_lambdas", "replicated", 6, (0.9, 0.95), 1.0, 0.0),
     _adam("resid_lambdas", "replicated", 7, (0.9, 0.95), 5.0, 0.0),
     _adam("value_embeds", "sharded", 10, (0.75, 0.95), 75.0, 5.0),
@@ -504,7 +504,7 @@ class Runtime:
 def check_world_size(cfg: RunConfig, world_size: int) -> str:
     """One sentence where this many ranks cannot share the global batches evenly, else ''."""
     plan, shared = parameter_plan(cfg.model), {stage.batch_tokens for stage in stages_by_step(cfg)}
-    shared |= {plan[row.label].shape[0] for row in cfg.table if row.optim == "adam" and row.comms == "sharded"}
+    shared |= {plan[row.label].shape[0] for row in cfg.table if row.optim == "adam" and row.comms != "replicated"}
     allowed = [n for n in (1, 2, 4, *range(PIECES, 129, PIECES)) if all(size % n == 0 for size in shared)]
     if world_size in allowed:
         return ""
@@ -568,35 +568,6 @@ def try_gpu(runtime: Runtime) -> None:
         raise ValueError(f"a first {what} failed on rank {runtime.rank} ({why}): {remedy}") from problem
 
 
-class RunLog:
-    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
-
-    RULE = "=" * 100
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.file = open(path, "x", encoding="utf-8", newline="") if path else None
-
-    def write(self, text: str) -> None:
-        """Append a line to the file only."""
-        if self.file:
-            self.file.write(text + "\n")
-            self.file.flush()
-
-    def say(self, text: str) -> None:
-        """Append a line to the file and show it."""
-        if self.file:
-            print(text, flush=True)
-            self.write(text)
-
-    def embed(self, name: str, text: str) -> None:
-        """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""
-        raw = text.encode()
-        self.write(f"##### BEGIN {name} bytes={len(raw)} sha256={hashlib.sha256(raw).hexdigest()} #####")
-        self.write(text.removesuffix("\n"))
-        self.write(f"##### END {name} #####")
-
-
 def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str, str]) -> None:
     """Everything needed to repeat the run: source, commit, configuration, versions, hardware."""
     for name, text in sources.items():
@@ -605,39 +576,18 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
     gpus = f"{runtime.world_size} x {torch.cuda.get_device_name()}" if cuda else ""
     lines = [
         f"run_id: {log.path.stem if log.path else 'none'}",
-        f"commit: {_commit()}",
+        f"commit: {preflight.commit(ROOT)}",
         f"config: {json.dumps({name: getattr(cfg, name) for name in OPTIONS})}",
         f"Running Python {sys.version}".replace("\n", " "),
         f"Running PyTorch {torch.__version__}",
         f"Running Triton version {kernels.triton.__version__ if kernels.triton else 'not installed'}",
-        f"packages: {json.dumps(_packages())}",
+        f"packages: {json.dumps(preflight.packages())}",
         f"hardware: {gpus or f'cpu ({platform.machine()}), {torch.get_num_threads()} threads'}",
         f"world_size: {runtime.world_size}",
     ]
     if cuda and shutil.which("nvidia-smi"):
         lines.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
     log.write("\n".join([log.RULE, *lines, log.RULE]))
-
-
-def _commit() -> str:
-    """The commit of the source folder, with '(dirty)' where files differ from it."""
-    try:
-        git = ("git", "-C", str(ROOT))
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
-        ).stdout
-        return head + (" (dirty)" if changed.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 # === §3 Operations ===
@@ -677,7 +627,7 @@ def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Mixture:
     """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
     e_TD, near = kernels.leading(e_TD, gate_w.shape[-1])
     gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(near[1:], gate_w))
-    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), e_TD.roll(1, 0))]
+    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), kernels.previous(e_TD))]
 
 
 def gate_lanes(
@@ -875,6 +825,7 @@ class GPT(nn.Module):
         plain_values = torch.tensor([spec.value_embed is None for spec in cfg.plan])
         self.register_buffer("plain_values", plain_values, persistent=False)
         self.quantized: tuple[kernels.QuantizedWeight, ...] | None = None  # FP8 copies of the up projections
+        self.quantized_head: kernels.QuantizedHead | None = None
 
     def rotate_to(self, freqs: Tensor, positions: int) -> None:
         """Use rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
@@ -882,20 +833,26 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def refresh_fp8(self) -> None:
-        """Requantize the up projections after the weights changed."""
-        if self.quantized is None:
-            up = self.mlp_bank[:, 0]
-            self.w8 = torch.empty(up.shape, dtype=torch.float8_e4m3fn, device=up.device)
-            self.w8_scales = torch.empty(len(up), 4, device=up.device)  # every scale in its own 16-byte cell
-            self.quantized = tuple(kernels.QuantizedWeight(w, s[:1]) for w, s in zip(self.w8, self.w8_scales))
-        kernels.quantize_bank(self.mlp_bank[:, 0], self.w8, self.w8_scales)
+        """Requantize the head and the up projections after the weights changed, in place: graphs hold on to them."""
+        head = kernels.quantize_head(self.lm_head)
+        if self.quantized_head is None:
+            self.quantized_head, up = head, self.mlp_bank[:, 0]
+            if self.cfg.fp8_mlp:
+                self.w8 = torch.empty(up.shape, dtype=torch.float8_e4m3fn, device=up.device)
+                self.w8_scales = torch.empty(len(up), 4, device=up.device)  # every scale in its own 16-byte cell
+                self.quantized = tuple(kernels.QuantizedWeight(w, s[:1]) for w, s in zip(self.w8, self.w8_scales))
+        for held, fresh in zip(self.quantized_head, head):
+            held.copy_(fresh)
+        if self.quantized:
+            kernels.quantize_bank(self.mlp_bank[:, 0], self.w8, self.w8_scales)
 
     def forward(self, batch: Batch, view: View, mtp_weights: Tensor | None = None) -> Tensor:
         """Weighted multi-token loss while training (mtp_weights given), plain next-token cross-entropy otherwise."""
         x = self.features(batch, view)
         if mtp_weights is None:
             return kernels.head_cross_entropy(x, self.lm_head, batch.targets)
-        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8)
+        w8 = self.quantized_head if view.fp8 else None
+        return kernels.head_loss(x, self.lm_head, batch.targets, mtp_weights, fp8=view.fp8, quantized=w8)
 
     def features(self, batch: Batch, view: View) -> Tensor:
         """What the head reads, (T, D)."""
@@ -917,7 +874,7 @@ class GPT(nn.Module):
         D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
 
         def slots(bank: Tensor, count: int, rows: int) -> list[tuple[Tensor, Tensor | None]]:
-            """The bank as `count` matrices (rows, D), without its padding."""
+            """The bank as `count` matrices (rows, D), without its padding, and the same of its gradient."""
             parts = (x.view(-1, D)[: count * rows].view(count, rows, D) for x in (bank, bank.grad) if x is not None)
             return list(itertools.zip_longest(*(part.unbind() for part in parts), *[()] * (bank.grad is None)))
 
@@ -934,9 +891,8 @@ class GPT(nn.Module):
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
         """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
         tokens, planes, half = batch.inputs, self.cfg.value_planes, self.cfg.smear_dims // 2
-        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1])
-        if self.cfg.sign_rows:
-            bigram = bigram * self.sign_table[sign_rows(tokens, self.cfg.sign_rows)]
+        signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
+        (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
         _, x0 = mix(smear(embedding, self.smear_gate, w.scalars[-2]), normed=True, keep_x=False)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
@@ -1037,10 +993,10 @@ class GPT(nn.Module):
         """Attention of layer i from its normed input n, output projection included but for its lambda."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
-        (w_qk, _), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
-        qk, v = kernels.linear(n, (w.scalars[2 * i] * w_qk, w_v), (None, dw_v))
-        qk = qk.view(T, 2, N, -1)
-        q, k = kernels.norm_rotary(qk, self.cos, self.sin, paired=spec.paired, key_offset=spec.key_offset)
+        (w_qk, dw_qk), (w_v, dw_v), (w_o, dw_o) = w.qk[slot], *w.vo[2 * slot : 2 * slot + 2]
+        qk, v = kernels.linear(n, (w_qk, w_v), (dw_qk, dw_v))
+        qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
+        q, k = kernels.norm_rotary(qk, self.cos, self.sin, w.scalars[2 * i], **turn)
         if extra:
             v, _ = mix([(w.scalars[2 * i], v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
@@ -1065,7 +1021,8 @@ class GPT(nn.Module):
             w1, w2 = F.linear(hidden, self.dc_w2_bank[slot]).chunk(2, dim=-1)
         else:
             return None
-        return F.rms_norm(w1, w1.shape[-1:], eps=1e-6), w2.contiguous()
+        wide = w1.to(torch.promote_types(w1.dtype, torch.float32))  # rows this short are slow in F.rms_norm
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(w1.dtype), w2.contiguous()
 
     def recombine(self, x: Tensor, s: Streams) -> Tensor:
         """Norm of the last layer's output plus earlier streams, by MUDD coefficients."""
@@ -1087,7 +1044,7 @@ class ParamState:
     param: nn.Parameter
     shard: Tensor  # view of param: own rows (Adam) or own matrices (NorMuon); everything where replicated
     hyper: Tensor | None = None  # this step's numbers, a slice of the optimizer's device buffer
-    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work
+    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work; in a whole: its place
     pending: list[dist.Work] = field(default_factory=list)
     steps: int = 0  # Adam updates so far
     exp_avg: Tensor | None = None  # Adam moments, fp32
@@ -1095,6 +1052,9 @@ class ParamState:
     momentum: Tensor | None = None  # NorMuon, fp32
     second_moment: Tensor | None = None
     mantissa: Tensor | None = None  # low 16 bits of the fp32 weights whose high 16 bits are the bf16 parameter
+    whole: "ParamState | None" = None  # what this one is a part of: see NorMuonAndAdam._join_replicated
+    starts: Tensor | None = None  # of a whole: where each segment's numbers start, see kernels.adam_update_
+    exchange: RowExchange | None = None  # of a sparse one, with several ranks
 
     @property
     def is_adam(self) -> bool:
@@ -1127,7 +1087,8 @@ class NorMuonAndAdam:
 
     step() runs three phases: *scatter* launches all gradient reductions in table order; *work* takes the parameters in
     work order, waits for each reduction, updates the own slice and launches the gather of the new weights; *finish*
-    waits for the gathers, lm_head's first, so that the tied copy into embed overlaps the others.
+    waits for the gathers, lm_head's first, so that the tied copy into embed overlaps the others. The replicated Adam
+    parameters of a dtype are reduced and updated as one, with the first of them; their .data is moved to one buffer.
 
     Tied embedding: until split_embed(), "embed" is kept equal to lm_head's transpose: its gradient is added to
     lm_head's and the updated head is copied back.
@@ -1157,7 +1118,9 @@ class NorMuonAndAdam:
         self.split = self.never_tied = not {"embed", "lm_head"} <= set(named)
         self.work_order = sorted(self.states.values(), key=lambda state: state.spec.work)
         self._agreed: dict[tuple[bool, bool], frozenset[str]] = {}
+        self.sent = 0  # bytes to other ranks so far
         self._lay_out_hyper()
+        self._join_replicated()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -1172,6 +1135,8 @@ class NorMuonAndAdam:
                 f"{self.world_size} ranks: pad it to {_pad(len(full), self.world_size)}."
             )
         state.shard = full if state.replicated else full.chunk(self.world_size)[self.rank]
+        if spec.comms == "sparse" and self.world_size > 1:
+            state.exchange = RowExchange(full, self.rank, self.world_size)
         wide = torch.promote_types(param.dtype, torch.float32)
         if state.is_adam:
             state.exp_avg = torch.zeros_like(state.shard, dtype=wide)
@@ -1187,18 +1152,43 @@ class NorMuonAndAdam:
     def _lay_out_hyper(self) -> None:
         """One buffer holds every per-step number: a step uploads once, and compiled code holds no constant of it."""
         sizes = [5 if state.is_adam else 3 + len(state.shard) for state in self.states.values()]
-        sizes = [_pad(size, 4) for size in sizes]  # 16-byte alignment
+        padded = [_pad(size, 4) for size in sizes]  # 16-byte alignment
         first = next(iter(self.states.values())).param
         wide = torch.promote_types(first.dtype, torch.float32)
-        self._device = torch.zeros(sum(sizes), dtype=wide, device=first.device)
-        for state, part in zip(self.states.values(), self._device.split(sizes)):
-            state.hyper = part
+        self._device = torch.zeros(sum(padded), dtype=wide, device=first.device)
+        for state, part, size in zip(self.states.values(), self._device.split(padded), sizes):
+            state.hyper = part[:size]
 
-    def _fill_hyper(self, do_adam: bool, lr_mul: float, momentum: float) -> None:
+    def _join_replicated(self) -> None:
+        """Lay the replicated Adam parameters of each dtype end to end: one reduction and one launch update them all."""
+        replicated = [state for state in self.states.values() if state.is_adam and state.replicated]
+        for dtype in dict.fromkeys(state.param.dtype for state in replicated):
+            states = [state for state in replicated if state.param.dtype == dtype]
+            sizes = [_pad(state.param.numel(), kernels.ADAM_SEGMENT) for state in states]
+            joined = nn.Parameter(states[0].param.new_zeros(sum(sizes)))
+            joined.grad = torch.zeros_like(joined)
+            whole = self._new_state(dataclasses.replace(states[0].spec, label=str(dtype)), joined)
+            starts = [s.hyper.storage_offset() for s, n in zip(states, sizes) for _ in range(n // kernels.ADAM_SEGMENT)]
+            whole.starts, whole.hyper = torch.tensor(starts, dtype=torch.int32, device=joined.device), self._device
+            buffers = (joined.data, joined.grad, whole.exp_avg, whole.exp_avg_sq)
+            for state, *parts in zip(states, *(buffer.split(sizes) for buffer in buffers)):
+                data, *rest = (part[: state.param.numel()].view(state.param.shape) for part in parts)
+                state.param.data = state.shard = data.copy_(state.param.data)
+                state.grad, state.exp_avg, state.exp_avg_sq = rest
+                state.whole = whole
+
+    def make_gradients(self) -> None:
+        """Zero gradients that stay where they are: graphs hold on to them, and joined ones are reduced in place."""
+        for state in self.states.values():
+            state.param.grad = state.grad if state.whole else torch.zeros_like(state.param)
+
+    def _fill_hyper(self, active: list[ParamState], lr_mul: float, momentum: float) -> None:
         rows: list[float] = []
         for state in self.states.values():
             row = self._adam_hyper(state, lr_mul) if state.is_adam else self._normuon_hyper(state, lr_mul, momentum)
-            rows += row + [0.0] * (len(state.hyper) - len(row))
+            if state.whole and state not in active:
+                row = [1.0, 1.0, 0.0, self.config.adam_eps, 0.0]  # its whole may move, it does not
+            rows += row + [0.0] * (-len(row) % 4)
         # A new pinned tensor a step: the host may be steps ahead, and the allocator keeps this one until it is read.
         host = torch.tensor(rows, dtype=self._device.dtype, pin_memory=self._device.is_cuda)
         self._device.copy_(host, non_blocking=True)
@@ -1235,12 +1225,17 @@ class NorMuonAndAdam:
         if do_adam and not self.split:
             self._merge_tied_gradient()
         active = self._with_gradients(active, do_adam)
-        self._fill_hyper(do_adam, lr_mul, momentum)
-        self._scatter(active)
-        for state in self.work_order:
-            if state in active:
-                self._update(state)
-        self._finish(active, do_adam)
+        self._fill_hyper(active, lr_mul, momentum)
+        units = list(dict.fromkeys(state.whole or state for state in active))
+        self._scatter(active, units)
+        for unit in dict.fromkeys(state.whole or state for state in self.work_order if state in active):
+            self._update(unit)
+        self._finish(active, units, do_adam)
+
+    def touched(self, label: str, rows: Iterable[Tensor], do_adam: bool) -> None:
+        """Name, ahead of a step and on every rank, the rows of a sparse parameter it touches; if none does: dense."""
+        if exchange := self.states[label].exchange:
+            exchange.touch(torch.cat(list(rows)), last=do_adam)
 
     def _merge_tied_gradient(self) -> None:
         head, embed = self.states["lm_head"].param, self.states["embed"].param
@@ -1252,24 +1247,23 @@ class NorMuonAndAdam:
         have = frozenset(state.spec.label for state in states if state.param.grad is not None)
         kind = (do_adam, self.split)
         if self.world_size > 1 and self._agreed.get(kind) != have:
-            everyone: list[object] = [None] * self.world_size
-            if kind in self._agreed:  # the other ranks have no reason to ask again: fail here, alone and at once
-                changed = ", ".join(sorted(self._agreed[kind] ^ have))
-                raise RuntimeError(f"rank {self.rank}: the set of gradients changed ({changed}) since ranks agreed.")
-            dist.all_gather_object(everyone, have)
-            partial = sorted(frozenset.union(*everyone) - frozenset.intersection(*everyone))
-            if partial:
-                without = {label: [r for r, got in enumerate(everyone) if label not in got] for label in partial}
-                raise RuntimeError(f"gradients are missing on some ranks only: {without}: use the same on all.")
+            agree(have, self._agreed.get(kind))
         self._agreed[kind] = have
         return [state for state in states if state.spec.label in have]
 
-    def _scatter(self, active: list[ParamState]) -> None:
+    def _scatter(self, active: list[ParamState], units: list[ParamState]) -> None:
         """Launch every reduction, in table order."""
-        for state in active:
+        if loose := [state for state in active if state.whole and state.param.grad is not state.grad]:
+            torch._foreach_copy_([state.grad for state in loose], [state.param.grad for state in loose])
+        for state in units:
             grad = state.matrices(state.param.grad)
+            others = grad.nbytes // self.world_size * (self.world_size - 1)
+            self.sent += 2 * others  # a gradient and new weights, or an all-reduce's two halves
             if self.world_size == 1:
                 state.grad = grad
+            elif state.exchange and (works := state.exchange.send(grad)):
+                state.grad, state.pending = grad.chunk(self.world_size)[self.rank], works
+                self.sent += state.exchange.bytes - others
             elif state.replicated:
                 state.grad = grad
                 state.pending = [dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)]
@@ -1282,31 +1276,34 @@ class NorMuonAndAdam:
         for work in state.pending:
             work.wait()
         state.pending = []
+        if state.exchange:
+            state.exchange.add(state.grad)
         if state.is_adam:
-            kernels.adam_update_(state.shard, state.grad, state.exp_avg, state.exp_avg_sq, state.hyper[:5])
-            state.steps += 1
+            kernels.adam_update_(state.shard, state.grad, state.exp_avg, state.exp_avg_sq, state.hyper, state.starts)
         else:
             x = kernels.polar_express(kernels.normuon_momentum_(state.grad, state.momentum, state.hyper[0:1]))
             kernels.normalize_variance_(x, state.second_moment, state.hyper[1:2])
-            rates = state.hyper[3 : 3 + len(state.shard)]
-            kernels.cautious_update_(state.shard, state.mantissa, x, rates, state.hyper[2:3])
+            kernels.cautious_update_(state.shard, state.mantissa, x, state.hyper[3:], state.hyper[2:3])
         state.grad = None
         if self.world_size > 1 and not state.replicated:
             full = state.matrices(state.param.data)
             state.pending = [dist.all_gather_into_tensor(full, state.shard, async_op=True)]
 
-    def _finish(self, active: list[ParamState], do_adam: bool) -> None:
+    def _finish(self, active: list[ParamState], units: list[ParamState], do_adam: bool) -> None:
         """Wait for the gathers, lm_head's first, and clear the gradients that were used, in place."""
         head = self.states.get("lm_head")
         tied = do_adam and not self.split and head in active
-        for state in sorted(active, key=lambda state: state is not head):
+        for state in sorted(units, key=lambda state: state is not head):
             for work in state.pending:
                 work.wait()
             state.pending = []
             if state is head and tied:
                 kernels.transpose_copy(head.param.data, self.states["embed"].param.data)
-        used = active + [self.states["embed"]] if tied else active
-        torch._foreach_zero_([state.param.grad for state in used if state.param.grad is not None])
+        for state in active:
+            state.steps += state.is_adam
+        used = dict.fromkeys((*units, *active, *([self.states["embed"]] if tied else [])))
+        if gradients := [state.param.grad for state in used if state.param.grad is not None]:
+            torch._foreach_zero_(gradients)
 
     # -- tied embedding and state -----------------------------------------------------------------------------------
 
@@ -1352,6 +1349,8 @@ class NorMuonAndAdam:
             state.steps = saved["steps"][label] if saved else 0
             if state.param.grad is not None:
                 state.param.grad.zero_()
+            if state.exchange:
+                state.exchange.forget()
         for name, state, own in self.tensors():
             own.zero_()
             if saved:
@@ -1848,7 +1847,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, plan: DataPlan, runtime: Runtime, attention: str, fp8: bool):
         self.cfg, self.plan, self.runtime, self.attention = cfg, plan, runtime, attention
-        self.fp8, self.fp8_mlp = fp8, fp8 and cfg.model.fp8_mlp
+        self.fp8 = fp8
         seed = cfg.seed if runtime.main else None  # rank 0 draws, the others receive
         self.model = GPT(cfg.model, world_size=runtime.world_size, seed=seed).to(runtime.device)
         if runtime.world_size > 1:
@@ -1857,14 +1856,13 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(
             self.model.named_parameters(), cfg.table, cfg.optim, rank=runtime.rank, world_size=runtime.world_size
         )
-        for parameter in self.model.parameters():  # persistent: graphs, products and reductions meet the same buffers
-            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.make_gradients()
         self.micro_step = MicroStep(self.model, runtime.world_size / PIECES, cfg.micro_splits > 1)
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: graphs hold on to their tables
         self.stage = None
         self.facts = facts(cfg)  # of the sources as they are now
         self.enter(0)
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
 
     def enter(self, step: int) -> None:
@@ -1883,13 +1881,14 @@ class Trainer:
         self.enter(step)
         view = view_at(self.cfg, step, attention=self.attention, fp8=self.fp8)
         weights = torch.tensor(mtp_weights(self.cfg, step)).to(self.runtime.device, non_blocking=True)
+        self.optimizer.touched("bigram_embed", (batch.bigram_rows for batch in batches), is_adam_step(step))
         loss = sum(self.micro_step(batch, view, weights) for batch in batches)
         self.optimizer.step(
             do_adam=is_adam_step(step), lr_mul=lr_multiplier(self.cfg, step), momentum=muon_momentum(self.cfg, step)
         )
         if step == split_step(self.cfg):
             self.optimizer.split_embed()
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
         return loss
 
@@ -1936,7 +1935,7 @@ class Trainer:
         for name, held in self.model.state_dict().items():
             copy_into(held, saved["model"][name])
         self.optimizer.restore(saved["optimizer"])
-        if self.fp8_mlp:
+        if self.fp8:
             self.model.refresh_fp8()
 
 
@@ -1994,6 +1993,8 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
             ms = 1000 * clock.now()
             line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
             log.say(line) if bar.disable else log.write(line)
+            if step == first | 1 and (exchange := trainer.optimizer.states["bigram_embed"].exchange):
+                log.write(f"bigram_embed: {exchange}")
             watch.observe(step, loss, PIECES / stage_at(cfg, step).batch_tokens / sum(mtp_weights(cfg, step)))
             bar.set_postfix_str(f"val_loss {val_loss:.4f}", refresh=False)
             bar.update()

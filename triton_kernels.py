@@ -439,7 +439,7 @@ MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
 _gates_jit = jit if triton is None else triton.jit(
     do_not_specialize=["coef_steps", "alpha_step", "gate_step"],
-    do_not_specialize_on_alignment=["coefs", "alpha_ptr", "gate_ptr"])
+    do_not_specialize_on_alignment=["coefs", "alpha_ptr", "gate_ptr", "lam_ptr"])
 
 
 @jit
@@ -861,7 +861,7 @@ def injections(gates, x, y):
     require(x.dim() == 2 and x.numel() > 0 and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device),
             f"x and y must be non-empty (T, D) alike, not {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}: "
             "cast and reshape them alike")
-    require(1 <= len(gates) <= 8 and all(len(pair) == 2 and pair != (None, None) for pair in gates),
+    require(1 <= len(gates) <= 8 and all(len(pair) == 2 and any(g is not None for g in pair) for pair in gates),
             f"injections takes 1 to 8 pairs of gates, of which one may be None, not {len(gates)}: split the call")
     given = [g for pair in gates for g in pair if g is not None]
     _check_gates(given, x)
@@ -894,6 +894,21 @@ def fan(x):
     return iter(_Fan.apply(x)) if use_kernel(x) and x.element_size() <= 4 else itertools.repeat(x, 6)
 
 
+class _Previous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.nn.functional.pad(x[:-1], (0, 0, 1, 0))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.nn.functional.pad(dy[1:], (0, 0, 0, 1))
+
+
+def previous(x):
+    """Row t is x's row t - 1, row 0 is zero; (T, D). Plain copies: torch.roll's kernel takes five times as long."""
+    return _Previous.apply(x)
+
+
 class _Leading(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, width):
@@ -920,13 +935,14 @@ def leading(x, width: int):
 
 # --- norm_rotary ---
 
-def norm_rotary_reference(qk, cos, sin, *, paired, key_offset):
+def norm_rotary_reference(qk, cos, sin, lam=None, *, paired, key_offset):
     """What `norm_rotary` computes, in eager torch (fp32 inside for 16-bit inputs)."""
     T, _, N, H = qk.shape
     inner = torch.promote_types(qk.dtype, torch.float32)
+    x = qk.to(inner) if lam is None else lam.to(inner) * qk.to(inner)
     streams = 2 if paired else 1
     turn = torch.complex(*(table[:T * streams].to(inner) for table in (cos, -sin))).view(T, 1, streams, H // 4)
-    turned, still = torch.nn.functional.rms_norm(qk.to(inner), (H,), eps=NORM_EPS).split(H // 2, -1)
+    turned, still = torch.nn.functional.rms_norm(x, (H,), eps=NORM_EPS).split(H // 2, -1)
     turned = torch.view_as_complex(turned.reshape(T, 2 * N // streams, streams, H // 4, 2)) * turn
     turned = torch.view_as_real(turned).view(T, 2, N, H // 2)
     if key_offset:
@@ -954,12 +970,12 @@ def _rotary_turn(x, cos, sin):
     return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
 
 
-@jit
+@_gates_jit
 def _norm_rotary_forward_kernel(
-    qk_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qk_step, T,
+    qk_ptr, lam_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qk_step, T,
     N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr, KEY_OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Rows are heads of queries (programs (i, 0)) or of keys (programs (i, 1))."""
+    """Rows are heads of queries (programs (i, 0)) or of keys (programs (i, 1)). A missing (None) lam is 1."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, head, d = row // N, row % N, tl.arange(0, H)[None, :]
@@ -967,6 +983,8 @@ def _norm_rotary_forward_kernel(
     inside = t < T
     source = t.to(tl.int64) * qk_step + (part * N + head) * H
     x = tl.load(qk_ptr + source[:, None] + d, mask=inside[:, None], other=0.0).to(tl.float32)
+    if lam_ptr is not None:
+        x *= tl.load(lam_ptr).to(tl.float32)
     x *= _pointwise_rms_scale(x, H)[:, None]
     cos, sin = _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H, STREAMS)
     y = _rotary_turn(x, cos, sin).to(q_ptr.dtype.element_ty)
@@ -979,11 +997,14 @@ def _norm_rotary_forward_kernel(
             tl.store(k_ptr + at, y, mask=inside[:, None] & (t[:, None] < later))  # token 0 keeps its own
 
 
-@jit
+@_gates_jit
 def _norm_rotary_backward_kernel(
-    qk_ptr, dq_ptr, dk_ptr, dqk_ptr, cos_ptr, sin_ptr, qk_step, T,
+    qk_ptr, lam_ptr, dq_ptr, dk_ptr, dqk_ptr, dlam_ptr, cos_ptr, sin_ptr, qk_step, T,
     N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr, KEY_OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):
+    """Leaves one sum for the gradient of lam a program. A norm hides the factor of what it norms, but for eps: from
+    x = lam y, n = s x and s = (mean x^2 + eps)^-1/2 follows <y, dy> = lam^-1 <x, dx> = eps s^3 <y, dn>, which leaves
+    nothing to cancel and holds for lam = 0."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, head, d = row // N, row % N, tl.arange(0, H)[None, :]
@@ -1000,73 +1021,86 @@ def _norm_rotary_backward_kernel(
             dy += tl.load(dk_ptr + at, mask=inside[:, None] & (t[:, None] < later), other=0.0).to(tl.float32)
     cos, sin = _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H, STREAMS)
     dn = _rotary_turn(dy, cos, -sin)
-    scale = _pointwise_rms_scale(x, H)[:, None]
-    n = x * scale
-    dx = scale * (dn - n * (tl.sum(dn * n, 1) / H)[:, None])
+    along = tl.sum(dn * x, 1)
+    lam = 1.0
+    if lam_ptr is not None:
+        lam = tl.load(lam_ptr).to(tl.float32)
+        x *= lam
+    scale = _pointwise_rms_scale(x, H)
+    dx = (scale * lam)[:, None] * (dn - x * (scale * scale * lam * along / H)[:, None])
+    if lam_ptr is not None:
+        shares = tl.where(inside, 1.1920928955078125e-07 * scale * scale * scale * along, 0.0)
+        tl.store(dlam_ptr + tl.program_id(0) * 2 + part, tl.sum(shares, 0))
     target = (t.to(tl.int64) * 2 + part) * N + head
     tl.store(dqk_ptr + target[:, None] * H + d, dx.to(dqk_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _launch_norm_rotary(kernel, name, qk, arrays, cos, sin, paired, key_offset):
+def _launch_norm_rotary(kernel, name, qk, lam, arrays, cos, sin, paired, key_offset):
     (T, _, N, H), tiles = qk.shape, POINTWISE_TILES[name]
     kernel[triton.cdiv(T * N, tiles["ROWS"]), 2](
-        qk, *arrays, cos.contiguous(), sin.contiguous(), qk.stride(0), T,
+        qk, lam, *arrays, cos.contiguous(), sin.contiguous(), qk.stride(0), T,
         N=N, H=H, STREAMS=2 if paired else 1, KEY_OFFSET=key_offset, **tiles)
 
 
 @torch.library.custom_op("speedrun::norm_rotary_forward", mutates_args=())
 def norm_rotary_forward(
-    qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
+    qk: Tensor, cos: Tensor, sin: Tensor, lam: Tensor | None, paired: bool, key_offset: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k = _norm_rotary_empty_results(qk, cos, sin, paired, key_offset)
-    _launch_norm_rotary(_norm_rotary_forward_kernel, "norm_rotary forward", _pointwise_rows(qk), (q, k), cos, sin,
+    q, k = _norm_rotary_empty_results(qk, cos, sin, lam, paired, key_offset)
+    _launch_norm_rotary(_norm_rotary_forward_kernel, "norm_rotary forward", _pointwise_rows(qk), lam, (q, k), cos, sin,
                         paired, key_offset)
     return q, k
 
 
 @norm_rotary_forward.register_fake
-def _norm_rotary_empty_results(qk, cos, sin, paired, key_offset):
+def _norm_rotary_empty_results(qk, cos, sin, lam, paired, key_offset):
     T, _, N, H = qk.shape
     return qk.new_empty(T, N, H), qk.new_empty(T, N, H)
 
 
 @torch.library.custom_op("speedrun::norm_rotary_backward", mutates_args=())
 def norm_rotary_backward(
-    dq: Tensor, dk: Tensor, qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
-) -> Tensor:
-    dqk = _norm_rotary_empty_gradient(dq, dk, qk, cos, sin, paired, key_offset)
-    _launch_norm_rotary(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk),
-                        (dq.contiguous(), dk.contiguous(), dqk), cos, sin, paired, key_offset)
-    return dqk
+    dq: Tensor, dk: Tensor, qk: Tensor, cos: Tensor, sin: Tensor, lam: Tensor | None, paired: bool, key_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    """dqk, and dlam in fp32, which is not filled without lam."""
+    dqk, dlam = _norm_rotary_empty_gradients(dq, dk, qk, cos, sin, lam, paired, key_offset)
+    programs = triton.cdiv(qk.shape[0] * qk.shape[2], POINTWISE_TILES["norm_rotary backward"]["ROWS"])
+    shares = None if lam is None else qk.new_empty(2 * programs, dtype=torch.float32)
+    _launch_norm_rotary(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk), lam,
+                        (dq.contiguous(), dk.contiguous(), dqk, shares), cos, sin, paired, key_offset)
+    return dqk, dlam if lam is None else shares.sum()
 
 
 @norm_rotary_backward.register_fake
-def _norm_rotary_empty_gradient(dq, dk, qk, cos, sin, paired, key_offset):
-    return qk.new_empty(qk.shape)
+def _norm_rotary_empty_gradients(dq, dk, qk, cos, sin, lam, paired, key_offset):
+    return qk.new_empty(qk.shape), qk.new_empty((), dtype=torch.float32)
 
 
 class _NormRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qk, cos, sin, paired, key_offset):
-        ctx.save_for_backward(qk, cos, sin)
+    def forward(ctx, qk, cos, sin, lam, paired, key_offset):
+        ctx.save_for_backward(qk, cos, sin, lam)
         ctx.options = paired, key_offset
-        return norm_rotary_forward(qk, cos, sin, paired, key_offset)
+        return norm_rotary_forward(qk, cos, sin, lam, paired, key_offset)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        return norm_rotary_backward(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        lam = ctx.saved_tensors[3]
+        dqk, dlam = norm_rotary_backward(dq, dk, *ctx.saved_tensors, *ctx.options)
+        return dqk, None, None, None if lam is None else dlam.to(lam.dtype), None, None
 
 
-def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
+def norm_rotary(qk, cos, sin, lam=None, *, paired: bool, key_offset: bool):
     """RMS norm of every head of queries and keys, then half-truncated rotary: (q, k), (T, N, H) each.
 
     qk         (T, 2, N, H), queries then keys; tokens of any stride
     cos, sin   (P, H/4), P >= T positions (2T when paired), for the adjacent pairs of the first half of a head; the
                second half does not turn
+    lam        None or a 0-d floating-point tensor: lam * qk is normed. It changes its sign and counts against eps
     paired     head h of token t turns by position 2t + h mod 2, not t
     key_offset the second half of every key comes from the token before; token 0 keeps its own
 
-    fp32 inside, rounded once. The gradient reaches qk only, in one pass. Raises ValueError.
+    fp32 inside, rounded once. Gradients reach qk and lam, in one pass and, for lam, a sum. Raises ValueError.
     """
     T, two, N, H = qk.shape if qk.dim() == 4 else (0, 0, 0, 0)
     require(T > 0 and two == 2 and N > 0 and H > 0 and H % 4 == 0 and qk.is_floating_point(),
@@ -1080,10 +1114,14 @@ def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
     require(cos.dtype == sin.dtype and cos.is_floating_point() and qk.device == cos.device == sin.device,
             f"cos and sin must share one floating-point dtype, on {qk.device}, not {cos.dtype} on {cos.device} and "
             f"{sin.dtype} on {sin.device}: cast and move them")
+    if lam is not None:
+        require(lam.dim() == 0 and lam.is_floating_point() and lam.device == qk.device,
+                f"lam must be a 0-d floating-point tensor on {qk.device}, not {tuple(lam.shape)} {lam.dtype} on "
+                f"{lam.device}: take one element of it")
     if not use_kernel(qk):
-        return norm_rotary_reference(qk, cos, sin, paired=paired, key_offset=key_offset)
+        return norm_rotary_reference(qk, cos, sin, lam, paired=paired, key_offset=key_offset)
     _require_kernel_heads(qk, "norm_rotary_reference")
-    return _NormRotary.apply(qk, cos, sin, paired, key_offset)
+    return _NormRotary.apply(qk, cos, sin, lam, paired, key_offset)
 
 
 def _require_kernel_heads(x, reference):
@@ -1254,119 +1292,242 @@ def finish_heads(y, v, alpha, gate):
 # Rows of tables, and their gradient added straight into the tables' persistent gradient buffers: a micro-batch touches
 # a few percent of the rows, so a dense gradient a lookup (zeros, scatter, then an add) would move many times the bytes.
 
-# RUN: positions of a run of equal rows that one program sums. Chosen by count, not swept.
-LOOKUP_TILES = dict(RUN=64, num_warps=2)
+# A program takes COLUMNS of ROWS rows at a time, all in flight at once, "add" STEPS times. COLUMNS are what one warp
+# reads of a row in 16-byte pieces: then each thread holds whole columns and sums them without asking another.
+LOOKUP_TILES = {
+    "gather": dict(ROWS=4, COLUMNS=256, num_warps=1),
+    "add": dict(ROWS=4, STEPS=8, COLUMNS=256, num_warps=1),
+    "borders": dict(ROWS=8, COLUMNS=256, num_warps=1),
+}
 
 
-def lookup_add_reference(grad_VD: Tensor, rows_T: Tensor, d_TD: Tensor) -> None:
-    """grad[rows[t]] += d[t], in place."""
-    grad_VD.index_add_(0, rows_T.long(), d_TD)
+def lookup_gather_reference(rows_T: Tensor, tables: list[Tensor], signs=None) -> list[Tensor]:
+    """table[rows] of every table, times sign_table[sign_rows] for signs = (sign_table, sign_rows)."""
+    streams = [torch.nn.functional.embedding(rows_T, table) for table in tables]
+    return streams if signs is None else [x * torch.nn.functional.embedding(*signs[::-1]) for x in streams]
+
+
+def lookup_add_reference(grads: list[Tensor], rows_T: Tensor, ds: list[Tensor], signs=None) -> None:
+    """grad[rows[t]] += d[t] (times the row of signs) for each grad and its d, in place."""
+    for grad_VD, d_TD in zip(grads, ds):
+        d_TD = d_TD if signs is None else d_TD * torch.nn.functional.embedding(*signs[::-1])
+        grad_VD.index_add_(0, rows_T.long(), d_TD)
+
+
+@jit
+def _lookup_pick(values, which, COUNT: tl.constexpr):
+    """values[which] of a tuple"""
+    value = values[0]
+    for i in tl.static_range(1, COUNT):
+        value = tl.where(which == i, values[i], value)
+    return value
+
+
+@jit
+def _lookup_place(D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where along the rows this program stands: a program for each block of columns does."""
+    return tl.program_id(0) // ((D + COLUMNS - 1) // COLUMNS)
+
+
+@jit
+def _lookup_columns(D: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.program_id(0) % ((D + COLUMNS - 1) // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@jit
+def _lookup_gather_kernel(
+    outs, tables, rows_ptr, signs_ptr, sign_rows_ptr, T,
+    PLANES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):
+    place, d = _lookup_place(D, COLUMNS), _lookup_columns(D, COLUMNS)[None, :]
+    out = _lookup_pick(outs, tl.program_id(1), PLANES)
+    table = _lookup_pick(tables, tl.program_id(1), PLANES)
+    t = place * ROWS + tl.arange(0, ROWS)
+    inside = (t < T)[:, None] & (d < D)
+    row = tl.load(rows_ptr + t, mask=t < T, other=0).to(tl.int64)
+    x = tl.load(table + row[:, None] * D + d, mask=inside)
+    if signs_ptr is not None:
+        row = tl.load(sign_rows_ptr + t, mask=t < T, other=0).to(tl.int64)
+        sign = tl.load(signs_ptr + row[:, None] * D + d, mask=inside)
+        x = (x.to(tl.float32) * sign.to(tl.float32)).to(x.dtype)
+    tl.store(out + t.to(tl.int64)[:, None] * D + d, x, mask=inside)
 
 
 @jit
 def _lookup_add_kernel(
-    grad_ptr, partial_ptr, sorted_ptr, order_ptr, first_ptr, d_ptr, T, stride_d,
-    D: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, COMBINE: tl.constexpr,
+    grads, ds, d_steps, sorted_ptr, order_ptr, signs_ptr, sign_rows_ptr, partial_ptr, T,
+    PLANES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """Program t sums the run of equal rows that starts at sorted position t, or the RUN positions of a longer one.
+    """One span of ROWS * STEPS sorted positions of one plane.
 
-    Runs of up to RUN are added to their row at once. Longer ones leave one fp32 sum a chunk, at its first position;
-    with COMBINE those are added up. Every sum goes in the order of positions, so results repeat bit for bit.
+    Runs of equal rows that lie within it are added to their row at once. Of a run that comes in from the span before,
+    and of one that goes on into the next, the fp32 sum is left in partial (PLANES, spans, 2, D), at 0 and at 1; a run
+    that does both stands at 0. Every sum goes in the order of positions, so results repeat bit for bit.
     """
-    t = tl.program_id(0)
-    row = tl.load(sorted_ptr + t)
-    start = tl.load(first_ptr + t)
-    place = t - start  # in the run
-    d = tl.arange(0, COLUMNS)
-    inside = d < D
-    last_of_chunk = tl.minimum(start + (place // RUN + 1) * RUN, T)
-    longer = tl.load(sorted_ptr + tl.minimum(start + RUN, T - 1)) == row
-    longer = longer & (start + RUN < T)
-    if COMBINE:
-        if (place == 0) & longer:
-            total = tl.zeros((COLUMNS,), tl.float32)
-            at = t
-            while at < T:
-                if tl.load(sorted_ptr + at) == row:
-                    total += tl.load(partial_ptr + at.to(tl.int64) * D + d, mask=inside, other=0.0)
-                    at += RUN
+    span, plane = _lookup_place(D, COLUMNS), tl.program_id(1)
+    d = _lookup_columns(D, COLUMNS)
+    grad, source = _lookup_pick(grads, plane, PLANES), _lookup_pick(ds, plane, PLANES)
+    d_step = _lookup_pick(d_steps, plane, PLANES)
+    partial = partial_ptr + (plane.to(tl.int64) * tl.cdiv(T, ROWS * STEPS) + span) * (2 * D) + d
+    start, end = span * (ROWS * STEPS), tl.minimum((span + 1) * (ROWS * STEPS), T)
+    before = tl.load(sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
+    after = tl.load(sorted_ptr + end, mask=end < T, other=-1).to(tl.int32)
+    last = before
+    total = tl.zeros((COLUMNS,), tl.float32)  # so far, of the run that `last` stands for
+    for first in range(start, end, ROWS):
+        rows, places, xs, signs, olds = (), (), (), (), ()
+        for i in tl.static_range(ROWS):
+            rows += (tl.load(sorted_ptr + first + i, mask=first + i < end, other=-1).to(tl.int32),)
+            places += (tl.load(order_ptr + first + i, mask=first + i < end, other=0).to(tl.int64),)
+        rows += (tl.load(sorted_ptr + first + ROWS, mask=first + ROWS < end, other=-1).to(tl.int32),)
+        for i in tl.static_range(ROWS):  # everything that is read is under way before anything is summed
+            inside = (first + i < end) & (d < D)
+            own = (rows[i] != rows[i + 1]) & (rows[i] != before) & (rows[i] != after)
+            xs += (tl.load(source + places[i] * d_step + d, mask=inside, other=0.0),)
+            olds += (tl.load(grad + rows[i].to(tl.int64) * D + d, mask=inside & own, other=0.0),)
+            if signs_ptr is not None:
+                sign_row = tl.load(sign_rows_ptr + places[i]).to(tl.int64)
+                signs += (tl.load(signs_ptr + sign_row * D + d, mask=inside, other=0.0),)
+        for i in tl.static_range(ROWS):
+            x, row = xs[i].to(tl.float32), rows[i]
+            if signs_ptr is not None:
+                x *= signs[i].to(tl.float32)
+            total = tl.where(row == last, total + x, x)
+            last = row
+            if (row != rows[i + 1]) & (first + i < end):
+                if row == before:
+                    tl.store(partial, total, mask=d < D)
+                elif row == after:
+                    tl.store(partial + D, total, mask=d < D)
                 else:
-                    at = T
-            out = grad_ptr + row.to(tl.int64) * D + d
-            total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
-    else:
-        if place % RUN == 0:
-            total = tl.zeros((COLUMNS,), tl.float32)
-            at = t
-            while at < last_of_chunk:
-                if tl.load(sorted_ptr + at) == row:
-                    source = tl.load(order_ptr + at).to(tl.int64)
-                    total += tl.load(d_ptr + source * stride_d + d, mask=inside, other=0.0).to(tl.float32)
-                    at += 1
-                else:
-                    at = last_of_chunk
-            if longer:
-                tl.store(partial_ptr + t.to(tl.int64) * D + d, total, mask=inside)
-            else:
-                out = grad_ptr + row.to(tl.int64) * D + d
-                total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-                tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+                    new = (olds[i].to(tl.float32) + total).to(grad.dtype.element_ty)
+                    tl.store(grad + row.to(tl.int64) * D + d, new, mask=d < D)
 
 
-def lookup_add_(grad_VD: Tensor, order: tuple[Tensor, Tensor, Tensor], d_TD: Tensor) -> None:
-    """grad[rows[t]] += d[t] in place, summed in fp32 and rounded once a row; `order` comes from `lookup_order`.
+@jit
+def _lookup_borders_kernel(
+    grads, sorted_ptr, partial_ptr, T,
+    PLANES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+):
+    """Adds up the run, if there is one, that starts in this span and goes on into the next ones."""
+    span, d = _lookup_place(D, COLUMNS), _lookup_columns(D, COLUMNS)[None, :]
+    plane, spans = tl.program_id(1), tl.cdiv(T, SPAN)
+    end = (span + 1) * SPAN
+    row = tl.load(sorted_ptr + end - 1)
+    before = tl.load(sorted_ptr + span * SPAN - 1, mask=span > 0, other=-1)
+    if (tl.load(sorted_ptr + end) == row) & (before != row):
+        partial = partial_ptr + plane.to(tl.int64) * spans * (2 * D) + d
+        out = _lookup_pick(grads, plane, PLANES) + row.to(tl.int64) * D + d
+        old = tl.load(out, mask=d < D, other=0.0).to(tl.float32)
+        total = tl.load(partial + span.to(tl.int64) * (2 * D) + D, mask=d < D, other=0.0)
+        at = span + 1
+        while at < spans:
+            later = at + tl.arange(0, ROWS)
+            same = tl.load(sorted_ptr + later * SPAN, mask=later < spans, other=-1) == row
+            x = tl.load(partial + later.to(tl.int64)[:, None] * (2 * D), mask=same[:, None] & (d < D), other=0.0)
+            total += tl.sum(x, 0)[None, :]
+            at = tl.where(tl.sum(same.to(tl.int32), 0) == ROWS, at + ROWS, spans)
+        tl.store(out, (old + total).to(out.dtype.element_ty), mask=d < D)
 
-    grad_VD  (V, D) contiguous, fp32 or 16 bit, D up to 2048
-    d_TD     (T, D), rows of any stride, columns contiguous
+
+def _launch_lookup(kernel, name, places, planes, D, *arguments, **constants):
+    """`places` programs along the rows, for every block of columns of every plane."""
+    tiles = LOOKUP_TILES[name]
+    columns = min(tiles["COLUMNS"], triton.next_power_of_2(D))
+    grid = places * triton.cdiv(D, columns), planes
+    kernel[grid](*arguments, PLANES=planes, D=D, **constants, **tiles | dict(COLUMNS=columns))
+
+
+def _check_signs(signs, T, D):
+    if signs is not None:
+        require(signs[0].shape[1:] == (D,) and signs[1].shape == (T,) and all(x.is_contiguous() for x in signs),
+                f"signs must be a table (rows, {D}) and ({T},) rows of it, contiguous, not {tuple(signs[0].shape)} and "
+                f"{tuple(signs[1].shape)}: give each token its row")
+
+
+def lookup_gather(rows_T: Tensor, tables: list[Tensor], signs=None) -> list[Tensor]:
+    """table[rows], (T, D), of every table, in one launch; no gradient.  Reference: lookup_gather_reference.
+
+    tables  (V, D) each, contiguous, one D and dtype
+    signs   None or (sign_table (R, D), sign_rows (T,)): every stream is multiplied by sign_table[sign_rows]
     """
-    sorted_rows, positions, first = order
-    T, D = d_TD.shape
-    require((len(sorted_rows), grad_VD.shape[1]) == (T, D),
-            f"d must be ({len(sorted_rows)}, {grad_VD.shape[1]}), not {tuple(d_TD.shape)}: give each row its gradient")
-    require(grad_VD.is_contiguous(), "the gradient buffer must be contiguous, it is added to in place: make it so")
-    if not use_kernel(grad_VD, d_TD) or grad_VD.dtype == torch.float64:
-        return lookup_add_reference(grad_VD, sorted_rows, d_TD[positions.long()])
-    d_TD = d_TD if d_TD.stride(1) == 1 else d_TD.contiguous()
-    partial = torch.empty(T, D, dtype=torch.float32, device=grad_VD.device)
-    for combine in (False, True):
-        _lookup_add_kernel[(T,)](
-            grad_VD, partial, sorted_rows, positions, first, d_TD, T, d_TD.stride(0), D=D,
-            COLUMNS=triton.next_power_of_2(D), COMBINE=combine, **LOOKUP_TILES)
+    T, (D, dtype) = len(rows_T), (tables[0].shape[1], tables[0].dtype)
+    require(all(t.is_contiguous() and t.shape[1] == D and t.dtype == dtype for t in tables),
+            "tables must be contiguous, of one width and dtype, not "
+            f"{[(tuple(t.shape), str(t.dtype)) for t in tables]}: look others up apart")
+    _check_signs(signs, T, D)
+    if not use_kernel(rows_T, *tables) or dtype == torch.float64 or T == 0:
+        return lookup_gather_reference(rows_T, tables, signs)
+    outs = [table.new_empty(T, D) for table in tables]
+    _launch_lookup(_lookup_gather_kernel, "gather", triton.cdiv(T, LOOKUP_TILES["gather"]["ROWS"]), len(tables), D,
+                   tuple(outs), tuple(tables), rows_T.contiguous(), *(signs or (None, None)), T)
+    return outs
 
 
-def lookup_order(rows_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows in ascending order, the positions they come from, and where each one's run of equals starts; (T,) each."""
-    sorted_rows, positions = torch.sort(rows_T, stable=True)
-    first = torch.searchsorted(sorted_rows, sorted_rows, out_int32=True)
-    return sorted_rows, positions.int(), first
+def lookup_add_(grads: list[Tensor], order: tuple[Tensor, Tensor], ds: list[Tensor], signs=None) -> None:
+    """grad[rows[t]] += d[t] in place for each of `grads` and its d, summed in fp32 and rounded once a row.
+
+    grads  (V, D) each, contiguous, one D and dtype (fp32 or 16 bit)
+    order  of the rows, from `lookup_order`
+    ds     (T, D) each, one dtype, rows of any stride
+    signs  as in `lookup_gather`: d[t] counts times its sign row
+
+    Reference: lookup_add_reference.
+    """
+    sorted_rows, positions = order
+    T, D = len(sorted_rows), grads[0].shape[1]
+    require(all(d.shape == (T, D) for d in ds),
+            f"d must be ({T}, {D}), not {[tuple(d.shape) for d in ds]}: give each row its gradient")
+    require(all(grad.is_contiguous() for grad in grads),
+            "the gradient buffer must be contiguous, it is added to in place: make it so")
+    _check_signs(signs, T, D)
+    if not use_kernel(*grads, *ds) or grads[0].dtype == torch.float64 or T == 0:
+        ds, signs = [d[positions] for d in ds], signs and (signs[0], signs[1][positions])
+        return lookup_add_reference(grads, sorted_rows, ds, signs)
+    grads, ds = tuple(grads), tuple(d if d.stride(1) == 1 else d.contiguous() for d in ds)
+    span = LOOKUP_TILES["add"]["ROWS"] * LOOKUP_TILES["add"]["STEPS"]
+    spans, planes = triton.cdiv(T, span), len(grads)
+    partial = torch.empty(planes, spans, 2, D, dtype=torch.float32, device=sorted_rows.device)
+    _launch_lookup(_lookup_add_kernel, "add", spans, planes, D, grads, ds, tuple(d.stride(0) for d in ds), sorted_rows,
+                   positions, *(signs or (None, None)), partial, T)
+    if spans > 1:
+        _launch_lookup(_lookup_borders_kernel, "borders", spans - 1, planes, D, grads, sorted_rows, partial, T,
+                       SPAN=span)
+
+
+def lookup_order(rows_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in ascending order, and the positions they come from, ascending within equal rows; (T,) each."""
+    return torch.sort(rows_T, stable=True)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_T, planes, *tables):
-        ctx.rows, ctx.planes, ctx.tables = rows_T, planes, tables
+    def forward(ctx, rows_T, planes, signs, *tables):
+        ctx.rows, ctx.planes, ctx.signs, ctx.tables = rows_T, planes, signs, tables
         ctx.set_materialize_grads(False)
         parts = [part for table, n in zip(tables, planes) for part in table.chunk(n)]
-        return tuple(torch.nn.functional.embedding(rows_T, part) for part in parts)
+        return tuple(lookup_gather(rows_T, parts, signs))
 
     @staticmethod
-    def backward(ctx, *grads):
-        order, grads = lookup_order(ctx.rows), iter(grads)
+    def backward(ctx, *ds):
+        grads = []
         for table, n in zip(ctx.tables, ctx.planes):
             if table.grad is None:
                 table.grad = torch.zeros_like(table)
-            for part in table.grad.chunk(n):
-                if (grad := next(grads)) is not None:
-                    lookup_add_(part, order, grad)
-        return (None,) * (2 + len(ctx.tables))
+            grads += table.grad.chunk(n)
+        used = [(grad, d) for grad, d in zip(grads, ds) if d is not None]
+        if used:
+            lookup_add_([grad for grad, _ in used], lookup_order(ctx.rows), [d for _, d in used], ctx.signs)
+        return (None,) * (3 + len(ctx.tables))
 
 
-def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Tensor, ...]:
+def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int], signs=None) -> tuple[Tensor, ...]:
     """The same rows of several leaf tables: one (T, D) tensor for each plane of each table.
 
     rows_T  (T,) int32 or int64, each below every plane's number of rows
     tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
+    signs   None or (sign_table (R, D), sign_rows (T,)): every stream is multiplied by sign_table[sign_rows], +-1,
+            which itself gets no gradient
 
     The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
     use loss.backward(), not autograd.grad. Repeated rows are summed in fp32, by position. Raises ValueError.
@@ -1376,7 +1537,7 @@ def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int]) -> tuple[Ten
     require(rows_T.dim() == 1 and rows_T.dtype in (torch.int32, torch.int64),
             f"rows must be (T,), int32 or int64, not {tuple(rows_T.shape)} {rows_T.dtype}: flatten and cast them")
     require(all(t.is_leaf for t in tables), "tables must be leaf tensors, whose .grad can be added to: pass parameters")
-    return _Lookup.apply(rows_T, tuple(planes), *tables)
+    return _Lookup.apply(rows_T, tuple(planes), signs, *tables)
 
 
 # === Symmetric products ===
@@ -1885,6 +2046,7 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
 
 # Elements a program; all of these stream memory. H200, 2026-11-30, Triton 3.6: 4.1 to 4.2 TB/s, variance 3.1.
 ADAM_TILES = dict(BLOCK=1024, num_warps=4)
+ADAM_SEGMENT = ADAM_TILES["BLOCK"]  # parameters that lie in one flat buffer start at multiples of it
 MOMENTUM_TILES = dict(BLOCK=1024, num_warps=4)
 VARIANCE_TILES = dict(LINES=16, DEPTH=256, num_warps=4)  # lines are reduced along their depth
 RESCALE_TILES = dict(BLOCK=4096, BLOCKS=4, num_warps=8)
@@ -1905,8 +2067,11 @@ def _require_in_place(name: str, tensor: Tensor, shape: torch.Size, dtype: torch
 
 # --- Adam with cautious weight decay ---
 
-def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
-    beta1, beta2, step_size, eps, decay = hyper.unbind()
+def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper, starts=None):
+    if starts is not None:  # one row of five an element
+        rows = starts.long()[:, None] + torch.arange(5, device=hyper.device)
+        hyper = hyper[rows].repeat_interleave(ADAM_SEGMENT, 0)
+    beta1, beta2, step_size, eps, decay = hyper.unbind(-1)
     g, wide = g.to(exp_avg.dtype), p.to(exp_avg.dtype)
     exp_avg.lerp_(g, 1 - beta1)
     exp_avg_sq.lerp_(g * g, 1 - beta2)
@@ -1915,9 +2080,11 @@ def adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper):
 
 
 @jit
-def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
+def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, starts, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = at < numel
+    if starts is not None:
+        hyper += tl.load(starts + tl.program_id(0))
     beta1, beta2, step_size = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
     eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
     grad = tl.load(g + at, mask=keep).to(tl.float32)
@@ -1931,14 +2098,18 @@ def _adam_kernel(p, g, exp_avg, exp_avg_sq, hyper, numel, BLOCK: tl.constexpr):
     tl.store(p + at, (wide - update).to(p.dtype.element_ty), mask=keep)
 
 
-def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-                 hyper: Tensor) -> None:
-    """One Adam step with cautious weight decay, in place.  Reference: adam_update_reference_.
+def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Tensor,
+                 starts: Tensor | None = None) -> None:
+    """One Adam step with cautious weight decay, in place, of one parameter or of many that lie end to end.
 
+    Reference: adam_update_reference_.
     In    p any shape and floating dtype, contiguous; g of p's shape, any floating dtype and strides; exp_avg and
           exp_avg_sq of p's shape, fp32 (fp64 for fp64 p); hyper (5,) of the moments' dtype: beta1, beta2,
           step_size = lr' sqrt(1 - beta2^n) / (1 - beta1^n), eps, decay = lr'^2 wd, with lr' = lr lr_mul, this being
-          update n
+          update n.
+          With starts, every ADAM_SEGMENT elements have five numbers of their own: hyper is (any number,), and starts
+          (p.numel() / ADAM_SEGMENT,) int32 says where in it each segment's begin; whether they lie inside is not looked
+          at. The five numbers 1, 1, 0, eps, 0 leave a segment and its moments as they are
     Out   p, exp_avg, exp_avg_sq updated. Decay acts only where it pulls the way the update does (update * p > 0;
           Liang et al., "Cautious Optimizers", arXiv 2411.16085), and counts lr twice, as in the record
     Raises ValueError for a state of other shape, dtype or layout
@@ -1947,13 +2118,18 @@ def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     _require_in_place("p", p, p.shape, p.dtype)
     _require_in_place("exp_avg", exp_avg, p.shape, exact)
     _require_in_place("exp_avg_sq", exp_avg_sq, p.shape, exact)
-    _require_in_place("hyper", hyper, torch.Size([5]), exact)
+    _require_in_place("hyper", hyper, torch.Size([5]) if starts is None else hyper.shape[:1], exact)
     require(g.shape == p.shape, f"g must have p's shape {tuple(p.shape)}, got {tuple(g.shape)}; reshape it")
-    if not use_kernel(p, g, exp_avg, exp_avg_sq, hyper) or exact == torch.float64:
-        adam_update_reference_(p, g, exp_avg, exp_avg_sq, hyper)
+    if starts is not None:
+        require(p.dim() == 1 and len(p) == ADAM_SEGMENT * starts.numel(), f"with starts p must be flat, {ADAM_SEGMENT} "
+                f"elements for each start; got {tuple(p.shape)} and {tuple(starts.shape)}: pad every parameter")
+        _require_in_place("starts", starts, starts.shape[:1], torch.int32)
+    tensors = (p, g, exp_avg, exp_avg_sq, hyper)
+    if not use_kernel(*tensors) or exact == torch.float64:
+        adam_update_reference_(*tensors, starts)
     elif p.numel():
         grid = triton.cdiv(p.numel(), ADAM_TILES["BLOCK"]),
-        _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, p.numel(), **ADAM_TILES)
+        _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, starts, p.numel(), **ADAM_TILES)
 
 
 # --- NorMuon: Nesterov momentum ---
@@ -2649,7 +2825,7 @@ def head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x
     x, grad_T = x.contiguous(), grad_T.contiguous()
     dx, dw = _head_gradients(x, g, needs_x, needs_head)
     if needs_x:
-        torch.mul(dx_unit[:len(x)], grad_T[:, None], out=dx)  # in one pass, rounded once
+        _launch_mix(_mix_forward_kernel, "mix forward", (dx, None), [grad_T], [dx_unit[:len(x)]])  # rounded once
     if needs_head and g.dtype == E5M2:
         top = grad_T.abs().amax()
         share_T = grad_T / torch.where(top > 0, top, 1.0)

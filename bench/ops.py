@@ -253,10 +253,10 @@ def lookup_cases(s: Sizes) -> Iterator[Case]:
     order, costs = kernels.lookup_order(rows), ({"copy": (s.T + 2 * len(rows.unique())) * D * s.model.dtype.itemsize},)
 
     def ours(grad: Tensor, d: Tensor) -> None:
-        kernels.lookup_add_(grad, order, d)
+        kernels.lookup_add_([grad], order, [d])
 
     def reference(grad: Tensor, d: Tensor) -> None:
-        kernels.lookup_add_reference(grad, rows, d)
+        kernels.lookup_add_reference([grad], rows, [d])
 
     yield Case("lookup_add_", ours, reference, lambda: [s.randn(V, D), s.randn(s.T, D)], costs, mutates=True)
 

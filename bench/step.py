@@ -40,7 +40,9 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s by what the GPU's n
 LEGEND = """\
 a ±b (min c): median, median absolute deviation, least; "ms" averages each even step with the odd one after it.
 forward_backward holds data loading, optimizer holds FP8 requantization.
-GPU ms: some kernel or copy runs. Exposed communication: only NCCL runs, which may be waiting for another rank.
+GPU ms: some kernel or copy runs. Exposed communication: only NCCL runs (on the CPU: the host waits for a collective),
+which may be waiting for another rank.
+MB sent: by one rank in gradients and weights, as ring algorithms do; touched rows count for the busiest rank.
 MFU: 3 x forward FLOPs / time / 989 TFLOP/s, dense bf16, also where FP8 is on. Forward: 2 a token and weight of QKVO,
 MLP and padded head, and 4 x head dim for each key that a query of a head sees. Gates, DC and norms are not counted.
 Start: from the command to the first timed step of train_gpt.py, its validation included; cold: empty compile caches."""
@@ -119,7 +121,9 @@ class Bench:
         words = command(self.world_size, Path(__file__).with_name("step_worker.py"), task)
         if code := subprocess.run(words, env=env, stdout=sys.stderr).returncode:
             raise ValueError(f"step_worker.py ended with exit code {code}: what it said is above.")
-        return json.loads(result.read_text())
+        found = json.loads(result.read_text())
+        found["machine"]["commit"] = train_gpt.preflight.commit(Path(job["root"]))
+        return found
 
     def start_seconds(self, run_id: str, env: dict[str, str]) -> float:
         """Seconds from the command until train_gpt.py has validated step 0 and starts its clock for the first step."""
@@ -169,8 +173,13 @@ def cells(column: dict, device: str) -> dict[str, str]:
     shown = {"micro-batches of a rank": str(column["micro_batches"]), "ms": spread(ms.mean(1))}
     shown |= {"  even steps": spread(ms[:, 0]), "  odd steps": spread(ms[:, 1])}
     shown |= {f"  {part}": spread(step_ms(column, part).mean(1)) for part in ("forward_backward", "optimizer")}
+    if "sent_mb" in column:
+        even, odd = np.reshape(column["sent_mb"], (-1, 2)).mean(0)
+        shown["  MB sent, even / odd steps"] = f"{even:,.2f} / {odd:,.2f}"
+    if "exposed_ms" in column:
+        shown["  exposed communication"] = f"{column['exposed_ms']:.1f}"
     if "gpu_ms" in column:
-        shown |= {"  exposed communication": f"{column['exposed_ms']:.1f}", "GPU ms": f"{column['gpu_ms']:.1f}"}
+        shown["GPU ms"] = f"{column['gpu_ms']:.1f}"
         shown["GPU busy"] = f"{column['gpu_ms'] / both:.1%}"
     shown["tokens per second"] = f"{1000 * column['tokens'] / both:,.0f}"
     if peaks:

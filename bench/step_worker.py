@@ -3,6 +3,7 @@
 `t` is the train_gpt of the checkout that the job names.
 """
 
+import contextlib
 import gzip
 import importlib
 import json
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +55,33 @@ def ms_between(marks: list, runtime) -> list[float]:
     return [a.elapsed_time(b) if cuda else 1000 * (b - a) for a, b in zip(marks, marks[1:])]
 
 
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[float]]:
+    """ms of every wait of this process for a collective: communication that a CPU does not hide."""
+    waits, wait = [], torch.distributed.Work.wait
+
+    def timed(*args):
+        began = time.perf_counter()
+        try:
+            return wait(*args)
+        finally:
+            waits.append(1000 * (time.perf_counter() - began))
+
+    torch.distributed.Work.wait = timed
+    try:
+        yield waits
+    finally:
+        torch.distributed.Work.wait = wait
+
+
 def time_steps(trainer, loader, steps: range) -> dict[str, list[float]]:
-    """ms of each step's two parts. Data loading counts to the first, FP8 requantization to the second."""
+    """ms of each step's two parts. Data loading counts to the first, FP8 requantization to the second.
+
+    And the MB that this rank's optimizer sends in each step, where its checkout counts them; on the CPU, how long the
+    rank waits for others, on average.
+    """
     marks, optimizer = [], trainer.optimizer
+    sent = [getattr(optimizer, "sent", 0)]
     update = optimizer.step
 
     def marked_update(**numbers):
@@ -63,13 +89,18 @@ def time_steps(trainer, loader, steps: range) -> dict[str, list[float]]:
         return update(**numbers)
 
     optimizer.step = marked_update
-    for step in steps:
-        marks.append(mark(trainer.runtime))
-        trainer.train_step(step, next(loader))
+    with host_waits() as waits:
+        for step in steps:
+            marks.append(mark(trainer.runtime))
+            trainer.train_step(step, next(loader))
+            sent.append(getattr(optimizer, "sent", 0))
     marks.append(mark(trainer.runtime))
     del optimizer.step
     ms = ms_between(marks, trainer.runtime)
-    return {"forward_backward_ms": ms[0::2], "optimizer_ms": ms[1::2]}
+    times = {"forward_backward_ms": ms[0::2], "optimizer_ms": ms[1::2]}
+    if waits and trainer.runtime.device.type != "cuda":
+        times["exposed_ms"] = sum(waits) / len(steps)
+    return times | {"sent_mb": (np.diff(sent) / 1e6).tolist()} if sent[-1] else times
 
 
 def covered(spans: np.ndarray) -> float:
@@ -183,7 +214,7 @@ def work(job: dict) -> None:
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "cpu"
         triton = t.kernels.triton.__version__ if t.kernels.triton else "not installed"
         machine = {"device": device, "world size": world_size, "torch": torch.__version__, "triton": triton}
-        machine |= {"attention": f"{attention} ({why})", "fp8": "on" if fp8 else "off", "commit": t._commit()}
+        machine |= {"attention": f"{attention} ({why})", "fp8": "on" if fp8 else "off"}
         Path(job["result"]).write_text(json.dumps({"machine": machine, "columns": columns}))
     if world_size > 1:
         torch.distributed.destroy_process_group()

@@ -79,12 +79,15 @@ def pointwise_rows():
         yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], K=6, D=768, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
+    signature |= {"lam_ptr": "*fp32:1", "dlam_ptr": "*fp32"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
     both = {"forward": kernels._norm_rotary_forward_kernel, "backward": kernels._norm_rotary_backward_kernel}
-    for (direction, kernel), paired, offset in itertools.product(both.items(), (False, True), (False, True)):
+    flags = (False, True), (False, True), (dict(lam_ptr=None, dlam_ptr=None), {})
+    for (direction, kernel), paired, offset, missing in itertools.product(both.items(), *flags):
         name = f"norm_rotary {direction}"
-        yield row(f"{name} {paired=} {offset=}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
-                  N=6, H=128, STREAMS=1 + paired, KEY_OFFSET=offset)
+        missing = {x: None for x in missing if x in kernel.arg_names}
+        yield row(f"{name} {paired=} {offset=} {missing}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
+                  N=6, H=128, STREAMS=1 + paired, KEY_OFFSET=offset, **missing)
     both = {"forward": kernels._finish_heads_forward_kernel, "backward": kernels._finish_heads_backward_kernel}
     missing = (), ("alpha_ptr", "dalpha_ptr", "v_ptr", "dv_ptr"), ("gate_ptr", "dgate_ptr")
     for (direction, kernel), absent in itertools.product(both.items(), missing):
@@ -127,7 +130,9 @@ def updates_rows():
         return row(name, kernel, (80, 90), signature, tiles, **constexprs)
 
     wide = dict.fromkeys(("exp_avg", "exp_avg_sq", "hyper"), "*fp32")
-    yield update("adam", kernels._adam_kernel, kernels.ADAM_TILES, dict(p="*bf16", g="*bf16") | wide, ["numel"])
+    for name, starts in ("adam", {"starts": None}), ("adam, flat", {}):
+        pointers = dict(p="*bf16", g="*bf16", starts="*i32") | wide
+        yield update(name, kernels._adam_kernel, kernels.ADAM_TILES, pointers, ["numel"], **starts)
     yield update("momentum", kernels._momentum_kernel, kernels.MOMENTUM_TILES,
                  dict(g="*bf16", buf="*fp32", momentum="*fp32", x="*bf16"), ["numel"])
     states = dict(x="*bf16", v2="*fp32", means="*fp32")
@@ -208,9 +213,16 @@ def dc_rows():
 
 
 def lookup_rows():
-    """Both passes over a table's gradient, bf16, D = 768."""
-    signature = dict(grad_ptr="*bf16", partial_ptr="*fp32", sorted_ptr="*i32", order_ptr="*i32", first_ptr="*i32")
-    signature |= dict(d_ptr="*bf16", T="i32:16", stride_d="i32:16")
-    for combine in False, True:
-        yield row(f"lookup, combine {combine}", kernels._lookup_add_kernel, (80, 90), signature, kernels.LOOKUP_TILES,
-                  D=768, COLUMNS=1024, COMBINE=combine)
+    """The six planes of a token with int32 rows, the bigram table with signs; bf16, D = 768."""
+    sizes = dict(D=768, COLUMNS=256)
+    for planes, signed in (6, False), (1, True):
+        bf16 = ("*bf16",) * planes
+        types = dict(outs=bf16, tables=bf16, grads=bf16, ds=bf16, d_steps=("i32:16",) * planes, T="i32:16")
+        types |= dict(rows_ptr="*i32", sorted_ptr="*i32", order_ptr="*i64", partial_ptr="*fp32", signs_ptr="*bf16")
+        types |= dict(sign_rows_ptr="*i32")
+        missing = {} if signed else dict(signs_ptr=None, sign_rows_ptr=None)
+        tiles = {name: tiles | sizes for name, tiles in kernels.LOOKUP_TILES.items()}
+        span = tiles["add"]["ROWS"] * tiles["add"]["STEPS"]
+        for name, more in ("gather", missing), ("add", missing), ("borders", dict(SPAN=span)):
+            yield row(f"lookup {name}, {planes} planes", getattr(kernels, f"_lookup_{name}_kernel"), (80, 90), types,
+                      tiles[name], PLANES=planes, **more)

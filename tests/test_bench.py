@@ -99,6 +99,15 @@ def test_device_times_tell_hidden_from_exposed_communication():
     assert step_worker.device_times([]) == {"gpu_ms": 0, "exposed_ms": 0}
 
 
+def test_waits_for_other_ranks_are_timed_and_wait_is_put_back():
+    store = torch.distributed.HashStore()
+    group = torch.distributed.ProcessGroupGloo(store, 0, 1)
+    wait = torch.distributed.Work.wait
+    with step_worker.host_waits() as waits:
+        group.allreduce([torch.ones(4)]).wait()
+    assert len(waits) == 1 and waits[0] >= 0 and torch.distributed.Work.wait is wait
+
+
 def test_top_kernels_sums_by_name():
     lines = step_worker.top_kernels([event("a", 0, 1), event("b", 1, 5), event("a", 6, 2)]).splitlines()
     assert lines[1].split() == ["2.500", "0.5", "b"] and lines[2].split() == ["1.500", "1.0", "a"]
@@ -123,6 +132,9 @@ def test_report():
     assert table["tokens per second"][0] == "8,264"  # 1000 tokens in 0.121 s
     assert table["MFU"][0] == "8.3%"  # a hundredth of the peak's second, in 0.121 s
     assert table["peak MiB"] == ("9", "2,000")
+    assert "MB sent, even / odd steps" not in table, "one rank sends nothing"
+    shared = step.cells(stage | {"sent_mb": [1.0, 20.0, 1.0, 30.0]}, "NVIDIA H200")
+    assert shared["  MB sent, even / odd steps"] == "1.00 / 25.00"
     unknown = step.report_rows({"machine": {"device": "cpu"}, "columns": [stage]})
     assert "MFU" not in [row[""] for row in unknown]
 
@@ -244,15 +256,19 @@ def test_other_ranks_leave_the_work_to_the_first(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the CPU")
-def test_a_small_run(tmp_path):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_small_run(tmp_path, world_size):
     saved = tmp_path / "numbers.json"
     words = ["preset=demo", "val_tokens=16384", "--stages", "0", "--steps", "2", "--warmup", "2", "--no-start"]
-    command = [sys.executable, str(ROOT / "bench" / "step.py"), *words, "--json", str(saved)]
+    command = step.command(world_size, ROOT / "bench" / "step.py", *words, "--json", saved)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     numbers = json.loads(saved.read_text())
     stage, validation = numbers["columns"]
     assert stage["tokens"] == 2048 and len(stage["forward_backward_ms"]) == 2 and validation["validation_ms"] > 0
     rows = step.report_rows(numbers)
-    assert done.stdout.startswith(train_gpt.format_table(rows)) and "world size 1" in done.stdout.splitlines()[-1]
+    assert done.stdout.startswith(train_gpt.format_table(rows))
+    assert f"world size {world_size}" in done.stdout.splitlines()[-1]
+    told = {row[""].strip() for row in rows} & {"MB sent, even / odd steps", "exposed communication"}
+    assert len(told) == (2 if world_size > 1 else 0)
     assert numbers["options"] == words[:2] and not (tmp_path / "logs" / "bench.txt").exists()

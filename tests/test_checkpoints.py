@@ -409,6 +409,9 @@ def test_other_world_sizes(whole, workplace, world_size):
     assert losses | {f"val_loss:{loss:.4f}" for loss in result["losses"].values()} == losses and len(losses) == 1
     if world_size == 2:
         assert result["losses"]["again"] == result["losses"]["whole"]
+        lines = (workplace / "logs" / "whole.txt").read_text().splitlines()
+        [told] = [line for line in lines if line.startswith("bigram_embed: gradients")]
+        assert " travel densely; " in told and lines[lines.index(told) - 1].startswith("step:2/7 train_time")
         assert same(state_file(workplace, "again", 7), state_file(workplace, "whole", 7))
         for why, code, agreed in result["told"]:
             assert why.startswith("the training loss of rank 1 is nan at step 0, which is not finite: the run stops")

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers import golden
+from helpers import golden, small_run
 from plain_optimizer import POLAR_EXPRESS, PlainOptimizer, polar_express
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
+import triton_kernels as kernels
 from train_gpt import NorMuonAndAdam, OptimConfig, ParamSpec, is_adam_step
 
 EPS = 2.0**-52
@@ -211,6 +213,117 @@ def test_record_61_matrices_follow_the_formulas():
     )
 
 
+LONGER = small_run(scheduled_steps=30, extension_steps=6)
+
+
+def native_params() -> dict[str, torch.nn.Parameter]:
+    """The golden parameters in the trainer's dtypes, on the device that the tests run on."""
+    full, params = {"scalars", "post_lambdas", "resid_lambdas", "_mudd_gate_scale"}, golden_params(torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        k: torch.nn.Parameter(p.detach().to(device, torch.float32 if k in full else p.dtype)) for k, p in params.items()
+    }
+
+
+def whole_schedule(optimizer: NorMuonAndAdam, after_step) -> None:
+    """Every step of a short schedule with its learning rates and momenta; gradients are ones."""
+    cfg = LONGER
+    optimizer.make_gradients()
+    for step in range(cfg.total_steps):
+        for state in optimizer.states.values():
+            state.param.grad += 1
+        numbers = dict(lr_mul=train_gpt.lr_multiplier(cfg, step), momentum=train_gpt.muon_momentum(cfg, step))
+        optimizer.step(do_adam=is_adam_step(step), **numbers)
+        if step == train_gpt.split_step(cfg):
+            optimizer.split_embed()
+        after_step(step)
+
+
+class Launches:
+    """Stands before a kernel and notes all that Triton compiles by: numbers, and dtypes and alignment of tensors.
+
+    On the CPU the kernel is not run: what it would compute decides nothing here.
+    """
+
+    def __init__(self, name: str, kernel, seen: set):
+        self.name, self.kernel, self.seen = name, kernel, seen
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            told = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in args]
+            self.seen.add((self.name, *told, *sorted(options.items())))
+            return self.kernel[grid](*args, **options) if torch.cuda.is_available() else None
+
+        return launch
+
+
+def test_nothing_compiles_anew_over_a_schedule(force_kernels, monkeypatch):
+    """After a tied pair of steps and a pair around the split, no launch differs from all before it."""
+    seen, count, uploaded = set(), [], []
+    for name in [name for name in vars(kernels) if name.endswith("_kernel") and hasattr(vars(kernels)[name], "fn")]:
+        monkeypatch.setattr(kernels, name, Launches(name, vars(kernels)[name], seen))
+    optimizer = NorMuonAndAdam(native_params())
+    whole_schedule(optimizer, lambda step: (count.append(len(seen)), uploaded.append(optimizer._device.clone())))
+    names = {launch[0] for launch in seen}
+    assert {"_adam_kernel", "_momentum_kernel", "_cautious_kernel", "_symmetric_kernel"} <= names, names
+    after_split = train_gpt.split_step(LONGER) + 2
+    assert count[1] > count[0] and set(count[after_split:]) == {len(seen)} and len(count) > after_split + 3
+    assert count[1] == count[after_split - 2], "tied steps"
+    assert not any(torch.equal(a, b) for a, b in zip(uploaded, uploaded[1:])), "the numbers did change"
+    joined = [launch for launch in seen if launch[0] == "_adam_kernel" and launch[6] is not None]
+    assert len(joined) == 2, "one launch for all replicated parameters of a dtype"
+
+
+class Uploads(TorchDispatchMode):
+    """Counts tensors made from numbers of Python, and copies into a tensor."""
+
+    def __init__(self, target: torch.Tensor):
+        super().__init__()
+        self.target, self.made, self.copied = target, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made += function is torch.ops.aten.lift_fresh.default
+        self.copied += function is torch.ops.aten.copy_.default and args[0] is self.target
+        return function(*args, **kwargs or {})
+
+
+def test_a_step_uploads_once():
+    optimizer = NorMuonAndAdam(native_params())
+    with Uploads(optimizer._device) as uploads:
+        whole_schedule(optimizer, lambda step: None)
+    assert uploads.made == uploads.copied == LONGER.total_steps
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_replicated_parameters_are_joined(persistent):
+    """One buffer a dtype for weights and gradients, whoever made the gradients; names and shapes of states stay."""
+    params = golden_params()
+    before = {name: p.detach().clone() for name, p in params.items()}
+    optimizer = NorMuonAndAdam(params)
+    assert all(torch.equal(p, before[name]) for name, p in params.items())
+    if persistent:
+        optimizer.make_gradients()
+        assert all(not p.grad.any() and p.grad.is_contiguous() for p in params.values())
+    for p in params.values():
+        (p * p).sum().backward()
+    replicated = [state for state in optimizer.states.values() if state.spec.comms == "replicated"]
+    (whole,) = {state.whole for state in replicated}
+    storages = {(s.param.untyped_storage().data_ptr(), s.exp_avg.untyped_storage().data_ptr()) for s in replicated}
+    assert len(replicated) == 12 and storages == {(whole.param.data_ptr(), whole.exp_avg.data_ptr())}
+    inside = {state.param.grad.untyped_storage().data_ptr() == whole.param.grad.data_ptr() for state in replicated}
+    assert inside == {persistent}
+    optimizer.step(do_adam=True)
+    assert not whole.param.grad.any() and all(not p.grad.any() for p in params.values())
+    for name, p in params.items():
+        state = optimizer.states[name]
+        if state.is_adam and name not in ("lm_head", "embed"):
+            torch.testing.assert_close(state.exp_avg, 2 * before[name] * (1 - state.spec.betas[0]))
+            assert not torch.equal(p, before[name])
+    shapes = {name: tuple(t.shape) for name, t in optimizer.snapshot()["tensors"].items()}
+    assert shapes["scalars.exp_avg"] == (24,) and shapes["_mudd_gate_scale.exp_avg_sq"] == ()
+    assert len(shapes) == 2 * 16 + 2 * 3
+
+
 def test_works_alone_on_a_users_model():
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 16, dtype=torch.float64)
@@ -231,16 +344,48 @@ def test_works_alone_on_a_users_model():
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_the_docstrings_example_learns():
+    """Its lines as they stand: the last one is the training loop's."""
+    lines = [line[8:] for line in NorMuonAndAdam.__doc__.splitlines() if line.startswith(" " * 8)]
+    *setup, step = "\n".join(lines).strip().splitlines()
+    assert setup[0].startswith("table = ") and step.startswith("loss.backward(); optimizer.step(")
+    torch.manual_seed(0)
+    layer, inputs, targets, losses = torch.nn.Linear(16, 24), torch.randn(64, 16), torch.randn(64, 24), []
+    names = vars(train_gpt) | {"layer": layer}
+    exec("\n".join(setup), names)
+    for _ in range(30):
+        names["loss"] = (layer(inputs) - targets).square().mean()
+        losses.append(names["loss"].item())
+        exec(step, names)
+    assert losses[-1] < 0.9 * losses[0] and not layer.weight.grad.any()
+
+
 def test_missing_gradients_are_skipped():
+    """A parameter without a gradient stays as it is, also where it lies between others that move."""
     params = golden_params()
     optimizer = NorMuonAndAdam(params)
-    add_gradients(params, 0)
-    params["smear_gate"].grad = None
-    params["qk_bank"].grad = None
+    for j in range(2):  # moments are there when the gradients are not
+        add_gradients(params, j)
+        optimizer.step(do_adam=True)
+    add_gradients(params, 2)
+    without = ("smear_gate", "mudd_w2", "_mudd_gate_scale", "qk_bank", "value_embeds")
+    for name in without:
+        params[name].grad = None
+    tensors = {name: own.clone() for name, _, own in optimizer.tensors()}
     before = {name: p.detach().clone() for name, p in params.items()}
     optimizer.step(do_adam=True)
     moved = {name for name, p in params.items() if not torch.equal(p, before[name])}
-    assert moved == set(params) - {"smear_gate", "qk_bank"}
+    assert moved == set(params) - set(without)
+    assert {state.spec.label for state in optimizer.states.values() if state.is_adam and state.steps == 3} == {
+        name for name in moved if optimizer.states[name].is_adam and name != "embed"
+    }
+    for name, state, own in optimizer.tensors():
+        if state.spec.label in without:
+            assert torch.equal(own, tensors[name]), name
+    for p in params.values():
+        p.grad = None
+    optimizer.step(do_adam=True)  # nothing to do
+    assert all(state.steps <= 3 for state in optimizer.states.values())
 
 
 @pytest.mark.parametrize(

@@ -448,7 +448,7 @@ def test_model_sizes():
 # Parameter table, in the order in which reductions are launched, at world size 8
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NORMUON, SHARDED, SHARDED, REPLICATED = "normuon", "sharded", "sharded", "replicated"
+NORMUON, SHARDED, SPARSE, REPLICATED = "normuon", "sharded", "sparse", "replicated"
 PARAMETERS = [  # label, shape, dtype, optimizer, communication, betas, lr_mul, wd_mul, one rank's part
     ("qk_bank", (64, 256, 768), BF16, NORMUON, SHARDED, None, 1, 1, (8, 256, 768)),
     ("vo_bank", (24, 768, 768), BF16, NORMUON, SHARDED, None, 1, 1, (3, 768, 768)),
@@ -457,7 +457,7 @@ PARAMETERS = [  # label, shape, dtype, optimizer, communication, betas, lr_mul, 
     ("smear_gate", (1, 12), BF16, "adam", REPLICATED, (0.9, 0.99), 0.01, 0, None),
     ("ve_gate_bank", (5, 6, 12), BF16, "adam", REPLICATED, (0.9, 0.99), 1, 1, None),
     ("lm_head", (768, 50304), BF16, "adam", SHARDED, (0.5, 0.95), 1, 150, (96, 50304)),
-    ("bigram_embed", (377280, 768), BF16, "adam", SHARDED, (0.75, 0.95), 75, 5, (47160, 768)),
+    ("bigram_embed", (377280, 768), BF16, "adam", SPARSE, (0.75, 0.95), 75, 5, (47160, 768)),
     ("post_lambdas", (11, 2), FP32, "adam", REPLICATED, (0.9, 0.95), 1, 0, None),
     ("resid_lambdas", (11, 2), FP32, "adam", REPLICATED, (0.9, 0.95), 5, 0, None),
     ("value_embeds", (251520, 768), BF16, "adam", SHARDED, (0.75, 0.95), 75, 5, (31440, 768)),

@@ -79,6 +79,52 @@ def test_adam_takes_strided_and_fp32_gradients(device, force_kernels):
     assert torch.equal(p, other[0]) and torch.equal(m, other[1]) and torch.equal(v, other[2])
 
 
+def flat_adam_state(sizes, dtype, device):
+    """Parameters of so many elements end to end in reverse order of their numbers, whose rows lie apart in `hyper`."""
+    segments = [kernels.round_up(size, kernels.ADAM_SEGMENT) // kernels.ADAM_SEGMENT for size in sizes]
+    p, g, m, v, _ = adam_state((sum(segments) * kernels.ADAM_SEGMENT,), dtype, device)
+    rows = [adam_state((), dtype, device, lr=0.01 * (i + 1), wd=0.5 * i, count=i + 1)[4] for i in range(len(sizes))]
+    hyper = torch.cat([torch.nn.functional.pad(row, (0, 3), value=torch.nan) for row in rows])
+    starts = [8 * (len(sizes) - 1 - i) for i, n in enumerate(segments) for _ in range(n)]
+    return p, g, m, v, hyper, torch.tensor(starts, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [[1], [12, 3 * kernels.ADAM_SEGMENT + 1, 5]] + [[24, 98304, 5248]] * GPU, ids=str)
+def test_flat_adam_is_adam_of_each_part(sizes, dtype, device, force_kernels):
+    """Bit for bit what one launch a parameter gives."""
+    *state, hyper, starts = flat_adam_state(sizes, dtype, device)
+    parts = [[x.clone() for x in xs] for xs in zip(*(x.split(kernels.ADAM_SEGMENT) for x in state))]
+    for part, start in zip(parts, starts.tolist()):
+        adam_update_(*part, hyper[start:start + 5].clone())
+    eager = [x.clone() for x in state]
+    kernels.adam_update_reference_(*eager, hyper, starts)
+    adam_update_(*state, hyper, starts)
+    for got, want, low in zip(state, map(torch.cat, zip(*parts)), eager):
+        assert torch.equal(got, want)
+        torch.testing.assert_close(got, low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flat_adam_rests_where_its_numbers_say_so(dtype, device, force_kernels):
+    p, g, m, v, hyper, starts = flat_adam_state([7, 9], dtype, device)
+    hyper[8:13] = torch.tensor([1, 1, 0, 1e-10, 0])  # of the first segment
+    before = [x.clone().chunk(2) for x in (p, m, v)]
+    adam_update_(p, g, m, v, hyper, starts)
+    for (first, second), x in zip(before, (p, m, v)):
+        assert torch.equal(x.chunk(2)[0], first) and not torch.equal(x.chunk(2)[1], second)
+
+
+def test_flat_adam_refuses(device):
+    names = ("p", "g", "exp_avg", "exp_avg_sq", "hyper", "starts")
+    state = dict(zip(names, flat_adam_state([7, 9], torch.float32, device)))
+    for argument, spoil, match in (
+        ("starts", lambda s: s[:1], "with starts p must be flat"), ("starts", torch.Tensor.long, "starts must be"),
+        ("hyper", torch.Tensor.double, "hyper must be"), ("starts", lambda s: s[:, None], "starts must be")):
+        with pytest.raises(ValueError, match=match):
+            adam_update_(**state | {argument: spoil(state[argument])})
+
+
 # --- NorMuon
 
 
