@@ -576,10 +576,10 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 Mixture = list[tuple[Tensor | None, Tensor]]  # (lambda, per-token gate or None for 1; stream) pairs to be summed
 
 
-def mix(mixture: Mixture, *, normed: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of streams times their coefficients, and the sum's RMS norm where asked for."""
+def mix(mixture: Mixture, *, normed: bool, **options) -> tuple[Tensor | None, ...]:
+    """Sum of streams times their coefficients, and the sum's RMS norm where asked for; options: see kernels.mix."""
     coefs, streams = zip(*mixture)
-    return kernels.mix(coefs, streams, normed=normed)
+    return kernels.mix(coefs, streams, normed=normed, **options)
 
 
 def yarn(long_windows: Iterable[int], head_dim: int) -> tuple[Tensor, float]:
@@ -911,7 +911,7 @@ class GPT(nn.Module):
         signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
         (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        _, x0 = mix(smear(embedding, self.smear_gate, w.smear), normed=True)
+        _, x0 = mix(smear(embedding, self.smear_gate, w.smear), normed=True, keep_x=False)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
         s = Streams(bigram, [kernels.leading(ve, half) for ve in value_embeds], {}, {}, {}, {})
         self.add_gates(next(x0), x0, s, post=False)
@@ -965,10 +965,10 @@ class GPT(nn.Module):
             extra = self.extra_values(i, near, reads, s, mu)
             y = self.attention(i, n, extra, w, s, cu_seqlens, view)
             into = self.residual(i, next(reads), y, w, s, mu)
-        x, n = mix(into, normed=True)
         quantized = self.quantized[i] if view.fp8 and self.quantized else None
+        x, n, *peaks = mix(into, normed=True, peaks=quantized is not None)
         weights, gradients = zip(w.up[i], w.down[i])
-        y = kernels.mlp(n, *weights, quantized, gradients)
+        y = kernels.mlp(n, *weights, quantized, gradients, *peaks)
         resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[i][1], None)
         return mix([(resid, x), (out, y)], normed=self.norm_is_read[i])
 
@@ -1043,7 +1043,8 @@ class GPT(nn.Module):
     def recombine(self, x: Tensor, s: Streams) -> Tensor:
         """Norm of the last layer's output plus earlier streams, by MUDD coefficients."""
         nu, sources = self.mudd(x, 1), {**s.caches, "value_embed": itertools.repeat(s.value_embeds[0][0])}
-        return mix([(None, x), *((nu[lane.name], next(sources[lane.name])) for lane in OUTPUT_LANES)], normed=True)[1]
+        mixture = [(None, x), *((nu[lane.name], next(sources[lane.name])) for lane in OUTPUT_LANES)]
+        return mix(mixture, normed=True, keep_x=False)[1]
 
 
 # === §5 Optimizer ===

@@ -422,17 +422,20 @@ def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
 
 NORM_EPS = torch.finfo(torch.float32).eps  # 2**-23, for every dtype
 # Rows of a program: the best of seven to ten tries on an H200 at D = 768, H = 128 (2026-11-30, Triton 3.6). A row
-# within one warp needs no shared memory.
+# within one warp needs no shared memory. A mix takes rows of BLOCK numbers together at once, in at most WAVES programs
+# a multiprocessor, which walk them; STAGES: of a pipelined walk; HOLD: up to so many streams stay in registers.
 POINTWISE_TILES = {
-    "mix forward": dict(ROWS=1, num_warps=1),
-    "mix backward": dict(ROWS=1, num_warps=1),
+    "mix forward": dict(BLOCK=1024, WAVES=4096, STAGES=1, num_warps=1),
+    "mix forward, peaks": dict(BLOCK=1024, WAVES=32, STAGES=1, num_warps=1),
+    "mix backward": dict(BLOCK=1024, WAVES=32, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
-    "injections backward": dict(ROWS=1, num_warps=4),
+    "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
     "finish_heads backward": dict(ROWS=16, num_warps=4),
 }
+MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
 _gates_jit = jit if triton is None else triton.jit(
     do_not_specialize=["coef_steps", "alpha_step", "gate_step"],
@@ -452,7 +455,7 @@ def _pointwise_rows(x):
 
 # --- mix ---
 
-def mix_reference(coefs, streams, *, normed):
+def mix_reference(coefs, streams, *, normed, keep_x=True, peaks=False):
     """What `mix` computes, in eager torch (fp32 inside for 16-bit streams); n comes from the unrounded x."""
     dtype = streams[0].dtype
     inner = torch.promote_types(dtype, torch.float32)
@@ -462,67 +465,101 @@ def mix_reference(coefs, streams, *, normed):
         c = c[:, None] if c.dim() == 1 else c
         x = c * s if x is None else torch.addcmul(x, c, s)
     n = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS).to(dtype) if normed else None
-    return x.to(dtype), n
+    results = x.to(dtype) if keep_x else None, n
+    return (*results, n.detach().abs().amax().float()[None]) if peaks else results
 
 
 @jit
-def _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, T, D, K: tl.constexpr):
-    """(rows, columns) fp32: the sum of every stream times its coefficient; a scalar is a gate whose step is 0."""
-    inside = (t < T)[:, None] & (d < D)
+def _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K: tl.constexpr):
+    """(rows, columns) fp32, the sum of every stream times its coefficient; and the streams' rows as they are stored. A
+    scalar is a gate whose step is 0."""
     x = tl.zeros(inside.shape, tl.float32)
+    rows = ()
     for k in tl.static_range(K):
-        s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0)
+        rows = rows + (s,)
         if coefs[k] is None:
-            x += s
+            x += s.to(tl.float32)
         else:
-            x += tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None] * s
-    return x
+            c = tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)
+            x += c[:, None] * s.to(tl.float32)
+    return x, rows
 
 
 @_gates_jit
 def _mix_forward_kernel(
-    x_ptr, n_ptr, coefs, streams, coef_steps, stream_steps, T,
-    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, n_ptr, peaks_ptr, coefs, streams, coef_steps, stream_steps, T,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Programs walk the rows together, ROWS at a time each; a missing (None) result is unwanted."""
     d = tl.arange(0, COLUMNS)[None, :]
-    inside = (t < T)[:, None] & (d < D)
-    x = _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, T, D, K)
-    if x_ptr is not None:
-        tl.store(x_ptr + t[:, None] * D + d, x.to(x_ptr.dtype.element_ty), mask=inside)
-    if n_ptr is not None:
-        n = x * _pointwise_rms_scale(x, D)[:, None]
-        tl.store(n_ptr + t[:, None] * D + d, n.to(n_ptr.dtype.element_ty), mask=inside)
+    peak = tl.zeros((ROWS,), tl.float32)
+    for group in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        t = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (t < T)[:, None] & (d < D)
+        x, _ = _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K)
+        if x_ptr is not None:
+            tl.store(x_ptr + t[:, None] * D + d, x.to(x_ptr.dtype.element_ty), mask=inside)
+        if n_ptr is not None:
+            n = (x * _pointwise_rms_scale(x, D)[:, None]).to(n_ptr.dtype.element_ty)
+            tl.store(n_ptr + t[:, None] * D + d, n, mask=inside)
+            if peaks_ptr is not None:
+                peak = tl.maximum(peak, tl.max(tl.abs(n.to(tl.float32)), 1))
+    if peaks_ptr is not None:
+        tl.store(peaks_ptr + tl.program_id(0), tl.max(peak, 0))
 
 
 @_gates_jit
 def _mix_backward_kernel(
-    dx_ptr, dn_ptr, coefs, streams, dcoefs, dstreams, coef_steps, stream_steps, T,
-    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dx_ptr, dn_ptr, partials_ptr, coefs, streams, dcoefs, dstreams, coef_steps, stream_steps, T,
+    K: tl.constexpr, D: tl.constexpr, SCALARS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
 ):
-    """A missing (None) dx or dn is zero, a missing dcoef or dstream unwanted. Scalars get a dcoef per token."""
-    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """A missing (None) dx or dn is zero, a missing dcoef or dstream unwanted. Bit k of SCALARS: coefficient k is a
+    scalar that wants a gradient; each program sums its rows' share of it into partials (K, programs)."""
     d = tl.arange(0, COLUMNS)[None, :]
-    inside = (t < T)[:, None] & (d < D)
-    at = t[:, None] * D + d
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if dn_ptr is not None:
-        x = _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, T, D, K)
-        scale = _pointwise_rms_scale(x, D)[:, None]
-        n = x * scale
-        dn = tl.load(dn_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        total = scale * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
-    if dx_ptr is not None:
-        total += tl.load(dx_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for k in tl.static_range(K):
-        if dcoefs[k] is not None:
-            s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dcoefs[k] + t, tl.sum(total * s, 1).to(dcoefs[k].dtype.element_ty), mask=t < T)
-        if dstreams[k] is not None:
-            ds = total
-            if coefs[k] is not None:
-                ds *= tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None]
-            tl.store(dstreams[k] + at, ds.to(dstreams[k].dtype.element_ty), mask=inside)
+    slot = tl.arange(0, 8)
+    sums = tl.zeros((8,), tl.float32)
+    for group in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        t = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (t < T)[:, None] & (d < D)
+        at = t[:, None] * D + d
+        x, rows = _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if dn_ptr is not None:
+            scale = _pointwise_rms_scale(x, D)[:, None]
+            n = x * scale
+            dn = tl.load(dn_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            total = scale * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
+        if dx_ptr is not None:
+            total += tl.load(dx_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        for k in tl.static_range(K):
+            if dcoefs[k] is not None or SCALARS >> k & 1:
+                s = rows[k]
+                if K > HOLD:
+                    s = tl.load(streams[k] + t[:, None] * stream_steps[k] + d, mask=inside, other=0.0)
+                dc = tl.sum(total * s.to(tl.float32), 1)
+                if dcoefs[k] is not None:
+                    tl.store(dcoefs[k] + t, dc.to(dcoefs[k].dtype.element_ty), mask=t < T)
+                else:
+                    sums += tl.where(slot == k, tl.sum(dc, 0), 0.0)
+            if dstreams[k] is not None:
+                ds = total
+                if coefs[k] is not None:
+                    ds *= tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None]
+                tl.store(dstreams[k] + at, ds.to(dstreams[k].dtype.element_ty), mask=inside)
+    if SCALARS:
+        tl.store(partials_ptr + slot * tl.num_programs(0) + tl.program_id(0), sums, mask=slot < K)
+
+
+@jit
+def _mix_scalars_kernel(partials_ptr, sums_ptr, parts, BLOCK: tl.constexpr):
+    """The sum of each row of partials (K, parts)."""
+    k, total = tl.program_id(0), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(partials_ptr + k * parts + at, mask=at < parts, other=0.0)
+    tl.store(sums_ptr + k, tl.sum(total, 0))
 
 
 def _steps(coefs):
@@ -530,43 +567,58 @@ def _steps(coefs):
     return tuple(0 if c is None or c.numel() == 1 else c.stride(0) for c in coefs)
 
 
-def _launch_mix(kernel, name, pointers, coefs, streams, gradients=()):
-    (T, D), tiles = streams[0].shape, POINTWISE_TILES[name]
+def _mix_launch(name, s):
+    """Programs and constants for streams like s."""
+    (T, D), tiles = s.shape, dict(POINTWISE_TILES[name])
+    columns = triton.next_power_of_2(D)
+    rows = max(1, tiles.pop("BLOCK") // columns)
+    programs = min(triton.cdiv(T, rows), card_of(s.device)[1] * tiles.pop("WAVES"))
+    return programs, dict(tiles, ROWS=rows, COLUMNS=columns, D=D)
+
+
+def _launch_mix(kernel, launch, pointers, coefs, streams, *gradients, **constants):
     streams = [_pointwise_rows(s) for s in streams]
-    kernel[(triton.cdiv(T, tiles["ROWS"]),)](
-        *pointers, tuple(coefs), tuple(streams), *gradients, _steps(coefs), tuple(s.stride(0) for s in streams), T,
-        K=len(streams), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
+    kernel[launch[0],](*pointers, tuple(coefs), tuple(streams), *gradients, _steps(coefs),
+                       tuple(s.stride(0) for s in streams), len(streams[0]), K=len(streams), **launch[1], **constants)
 
 
 @torch.library.custom_op("speedrun::mix_forward", mutates_args=())
-def mix_forward(coefs: list[Tensor | None], streams: list[Tensor], normed: bool) -> tuple[Tensor, Tensor]:
-    """x and n, (T, D) each; n is empty unless `normed`."""
-    x, n = _mix_empty_results(coefs, streams, normed)
-    _launch_mix(_mix_forward_kernel, "mix forward", (x, n if normed else None), coefs, streams)
-    return x, n
+def mix_forward(
+    coefs: list[Tensor | None], streams: list[Tensor], normed: bool, keep_x: bool = True, peaks: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x and n, (T, D) each, and every program's maximum of |n|; empty where unwanted."""
+    wanted = keep_x, normed, peaks
+    results = _mix_empty_results(coefs, streams, normed, keep_x, peaks)
+    launch = _mix_launch("mix forward, peaks" if peaks else "mix forward", streams[0])
+    _launch_mix(_mix_forward_kernel, launch, [r if want else None for r, want in zip(results, wanted)], coefs, streams)
+    return results
 
 
 @mix_forward.register_fake
-def _mix_empty_results(coefs, streams, normed):
+def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False):
     s = streams[0]
-    return s.new_empty(s.shape), s.new_empty(s.shape if normed else (0,))
+    programs = _mix_launch("mix forward, peaks", s)[0] if peaks else 0
+    x, n = (s.new_empty(s.shape if want else (0,)) for want in (keep_x, normed))
+    return x, n, s.new_empty(programs, dtype=torch.float32)
 
 
 @torch.library.custom_op("speedrun::mix_backward", mutates_args=())
 def mix_backward(
     dx: Tensor | None, dn: Tensor | None, coefs: list[Tensor | None], streams: list[Tensor], needs: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """(scalars,) fp32, the gradients of the scalar coefficients in `needs`; then those of all other coefficients and
-    streams, empty where `needs` (coefficients first) does not ask for them."""
-    T, K, scalars = len(streams[0]), len(streams), _mix_scalars(coefs, needs)
-    _, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs)
-    per_token = streams[0].new_empty(sum(scalars), T, dtype=torch.float32)
-    rows = iter(per_token)
-    targets = [next(rows) if scalar else g if g.numel() else None for scalar, g in zip(scalars, grads)]
+    """(K,) fp32, the gradients of the scalar coefficients in `needs` (0 for other coefficients, empty without such);
+    then those of all other coefficients and streams, empty where `needs` (coefficients first) does not ask for them."""
+    K, scalars = len(streams), _mix_scalars(coefs, needs)
+    sums, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs)
     dx, dn = (g if g is None else g.contiguous() for g in (dx, dn))
-    targets = tuple(targets[:K]), tuple(targets[K:])
-    _launch_mix(_mix_backward_kernel, "mix backward", (dx, dn), coefs, streams, targets)
-    return per_token.sum(1), grads
+    targets = tuple(g if g.numel() else None for g in grads)
+    launch = _mix_launch("mix backward", streams[0])
+    partials = sums.new_empty(K, launch[0]) if any(scalars) else None
+    _launch_mix(_mix_backward_kernel, launch, (dx, dn, partials), coefs, streams, targets[:K], targets[K:],
+                SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)))
+    if any(scalars):
+        _mix_scalars_kernel[K,](partials, sums, launch[0], **MIX_SCALARS_TILES)
+    return sums, grads
 
 
 @mix_backward.register_fake
@@ -575,7 +627,7 @@ def _mix_empty_gradients(dx, dn, coefs, streams, needs):
     own = [need and not scalar for scalar, need in zip(scalars, needs)]
     grads = [like.new_empty(like.shape if mine else (0,))
              for like, mine in zip([streams[0] if c is None else c for c in coefs] + streams, own)]
-    return streams[0].new_empty(sum(scalars), dtype=torch.float32), grads
+    return streams[0].new_empty(len(coefs) * any(scalars), dtype=torch.float32), grads
 
 
 def _mix_scalars(coefs, needs):
@@ -585,14 +637,16 @@ def _mix_scalars(coefs, needs):
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, normed, *inputs):
+    def forward(ctx, wanted, *inputs):
         half = len(inputs) // 2
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return mix_forward(list(inputs[:half]), list(inputs[half:]), normed)
+        x, n, peaks = mix_forward(list(inputs[:half]), list(inputs[half:]), *wanted)
+        ctx.mark_non_differentiable(peaks)
+        return x, n, peaks
 
     @staticmethod
-    def backward(ctx, dx, dn):
+    def backward(ctx, dx, dn, _):
         inputs, needs = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
         if dx is None and dn is None:
             return (None,) * (1 + len(inputs))
@@ -604,9 +658,8 @@ class _Mix(torch.autograd.Function):
             needs[i] = False
         if any(needs):
             dscalars, grads = mix_backward(dx, dn, coefs, streams, needs)
-            dscalars = iter(dscalars.unbind())
-            grads = [next(dscalars).to(x.dtype).view(x.shape) if scalar else g if need else None
-                     for x, g, need, scalar in zip(inputs, grads, needs, _mix_scalars(coefs, needs))]
+            grads = [dscalars[k].to(x.dtype).view(x.shape) if scalar else g if need else None
+                     for k, (x, g, need, scalar) in enumerate(zip(inputs, grads, needs, _mix_scalars(coefs, needs)))]
         else:
             grads = [None] * (2 * K)
         for i in alike:
@@ -622,12 +675,14 @@ def _check_gates(coefs, s):
             f"all coefficients must be on {s.device}, not {[str(c.device) for c in coefs]}: move them there")
 
 
-def mix(coefs, streams, *, normed: bool):
+def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = False):
     """Weighted sum of up to six residual streams, and its RMS norm: (x, n), both (T, D) in the streams' dtype.
 
     coefs    one for each stream: None (1), one element (a lambda), (T,) or (T, 1) (a gate, of any stride); floating
     streams  (T, D) each, one dtype, D up to 2048; rows of any stride
     normed   also give n, x over its root mean square along D (eps 2**-23); n is None otherwise
+    keep_x   False: x is not written, and None; for sums whose norm alone is read
+    peaks    give (x, n, peaks): fp32 numbers, a few thousand at most, the largest of which is that of |n|; for `mlp`
 
     Sums are fp32 and rounded once; n is the norm of the unrounded x. Gradients reach every coefficient and stream that
     wants one, and are bitwise repeatable; streams without a coefficient share one tensor. Raises ValueError.
@@ -644,13 +699,15 @@ def mix(coefs, streams, *, normed: bool):
     _check_gates(given, s)
     require(all(x.device == s.device for x in streams),
             f"all streams must be on {s.device}, not {[str(x.device) for x in streams]}: move them there")
+    require(normed or keep_x and not peaks, "without its norm a sum has no peaks, and must be kept: use normed=True")
     if not use_kernel(*streams):
-        return mix_reference(coefs, streams, normed=normed)
+        return mix_reference(coefs, streams, normed=normed, keep_x=keep_x, peaks=peaks)
     require(s.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (*given, s)),
             f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {s.dtype} rows of {s.shape[1]}: "
             "use mix_reference (REFERENCE_OPS=1)")
-    x, n = _Mix.apply(normed, *coefs, *streams)
-    return x, n if normed else None
+    x, n, maxima = _Mix.apply((normed, keep_x, peaks), *coefs, *streams)
+    results = x if keep_x else None, n if normed else None
+    return (*results, maxima) if peaks else results
 
 
 # --- injections: one pair of streams goes into many sums ---
@@ -685,29 +742,54 @@ def _injections_forward_kernel(
 @_gates_jit
 def _injections_backward_kernel(
     x_ptr, y_ptr, dx_ptr, dy_ptr, coefs, douts, dcoefs, coef_steps, x_step, y_step, T,
-    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """A missing (None) dout is zero; coefs are None where the gate or the dout is."""
+    """A missing (None) dout is zero; coefs are None where the gate or the dout is. A chunk of all rows is read at once;
+    eight numbers by thread are summed before threads meet."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, COLUMNS)[None, :]
-    inside = (t < T)[:, None] & (d < D)
-    x = tl.load(x_ptr + t[:, None] * x_step + d, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + t[:, None] * y_step + d, mask=inside, other=0.0).to(tl.float32)
-    dx = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dy = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in tl.static_range(K):
-        if douts[k] is not None:
-            dout = tl.load(douts[k] + t[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
-            if coefs[2 * k] is not None:
-                g = tl.load(coefs[2 * k] + t * coef_steps[2 * k], mask=t < T, other=0.0).to(tl.float32)
-                dx += g[:, None] * dout
-                tl.store(dcoefs[2 * k] + t, tl.sum(dout * x, 1).to(dcoefs[2 * k].dtype.element_ty), mask=t < T)
-            if coefs[2 * k + 1] is not None:
-                g = tl.load(coefs[2 * k + 1] + t * coef_steps[2 * k + 1], mask=t < T, other=0.0).to(tl.float32)
-                dy += g[:, None] * dout
-                tl.store(dcoefs[2 * k + 1] + t, tl.sum(dout * y, 1).to(dcoefs[2 * k + 1].dtype.element_ty), mask=t < T)
-    tl.store(dx_ptr + t[:, None] * D + d, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dy_ptr + t[:, None] * D + d, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+    LANES: tl.constexpr = CHUNK // 8
+    gates = ()
+    sums = ()
+    for i in tl.static_range(2 * K):
+        sums = sums + (tl.zeros((ROWS, LANES), tl.float32),)
+        if coefs[i] is None:
+            gates = gates + (None,)
+        else:
+            g = tl.load(coefs[i] + t * coef_steps[i], mask=t < T, other=0.0).to(tl.float32)
+            gates = gates + (g[:, None, None],)
+    t = t[:, None, None]
+    for c in tl.static_range(0, D, CHUNK):
+        d = c + tl.arange(0, LANES)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        inside = (t < T) & (d < D)
+        rows = ()
+        for k in tl.static_range(K):
+            if douts[k] is None:
+                rows = rows + (None,)
+            else:
+                rows = rows + (tl.load(douts[k] + t * D + d, mask=inside, other=0.0),)
+        x = tl.load(x_ptr + t * x_step + d, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + t * y_step + d, mask=inside, other=0.0).to(tl.float32)
+        dx = tl.zeros((ROWS, LANES, 8), tl.float32)
+        dy = tl.zeros((ROWS, LANES, 8), tl.float32)
+        more = ()
+        for i in tl.static_range(2 * K):
+            part = sums[i]
+            if coefs[i] is not None:
+                dout = rows[i // 2].to(tl.float32)
+                if i % 2 == 0:
+                    dx += gates[i] * dout
+                    part += tl.sum(dout * x, 2)
+                else:
+                    dy += gates[i] * dout
+                    part += tl.sum(dout * y, 2)
+            more = more + (part,)
+        sums = more
+        tl.store(dx_ptr + t * D + d, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dy_ptr + t * D + d, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for i in tl.static_range(2 * K):
+        if coefs[i] is not None:
+            tl.store(dcoefs[i] + t, tl.sum(sums[i], 1).to(dcoefs[i].dtype.element_ty), mask=t < T)
 
 
 def _launch_injections(kernel, name, x, y, results, coefs, *tensors):
@@ -1634,6 +1716,7 @@ def polar_express(x_BRC: Tensor) -> Tensor:
 # --- quantization, one scale a tensor ---
 
 QUANTIZE_TILES = dict(BLOCK=4096, num_warps=8)  # H200, 2026-11-30, Triton 3.6: 22 us for (16384, 768)
+QUANTIZE_PARTS = 1024  # programs a tensor, at most: every program of the cast reads all programs' peaks
 
 
 class QuantizedWeight(NamedTuple):
@@ -1643,45 +1726,45 @@ class QuantizedWeight(NamedTuple):
     scale: Tensor  # one fp32 number at a 16-byte boundary: the FP8 products of cuBLAS refuse others
 
 
-def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_reference(x: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The scale is max|x| / 448 rounded to bf16, as the record's trainer keeps it, and never 0. Rounding may make it a
-    little too small, so x / scale is clamped."""
+    little too small, so x / scale is clamped. Where `peaks` are given, max|x| is the largest of them."""
     limit = torch.finfo(E4M3).max
     x = x.detach().float()
-    peak = x.abs().amax()
+    peak = x.abs().amax() if peaks is None else peaks.amax()
     scale = torch.where(peak == 0, 1.0, (peak.clamp(min=1e-12) / limit).bfloat16().float())
     return (x * (1 / scale)).clamp(-limit, limit).to(E4M3), scale
 
 
 @jit
-def _quantize_peak_kernel(x, peaks, bank_stride, numel, share, BLOCK: tl.constexpr):
-    """peaks[b, p] = max |x| over the p-th share of tensor b."""
-    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _quantize_peak_kernel(x, peaks, bank_stride, numel, blocks, BLOCK: tl.constexpr):
+    """peaks[b, p] = max |x| over every num_programs-th block of tensor b, from the p-th on."""
+    batch = tl.program_id(1).to(tl.int64)
     peak = tl.zeros((BLOCK,), tl.float32)
-    for start in range(part * share, (part + 1) * share, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0)
         peak = tl.maximum(peak, tl.abs(value.to(tl.float32)))
-    tl.store(peaks + batch * tl.num_programs(0) + part, tl.max(peak))
+    tl.store(peaks + batch * tl.num_programs(0) + tl.program_id(0), tl.max(peak))
 
 
 @jit
-def _quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, share, PARTS_POW2: tl.constexpr,
+def _quantize_cast_kernel(x, peaks, x8, cells, bank_stride, numel, blocks, parts, PARTS_POW2: tl.constexpr,
                          BLOCK: tl.constexpr):
-    """x8 = e4m3(x / scale) for the same share; every program finds its tensor's scale, the first one stores it.
+    """x8 = e4m3(x / scale); every program finds its tensor's scale from its `parts` peaks, the first one stores it.
 
-    Blocks are taken in the reverse order of _quantize_peak_kernel's: the last ones are still in the L2 cache.
+    The last blocks come first: whoever found the peaks has left them in the L2 cache.
     """
-    part, batch, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    batch = tl.program_id(1).to(tl.int64)
     every = tl.arange(0, PARTS_POW2)
     peak = tl.max(tl.load(peaks + batch * parts + every, mask=every < parts, other=0.0))
     scale = tl.div_rn(tl.maximum(peak, 1e-12), 448.0).to(tl.bfloat16).to(tl.float32)
     scale = tl.where(peak == 0.0, 1.0, scale)
-    if part == 0:
+    if tl.program_id(0) == 0:
         tl.store(cells + batch * 4, scale)
     inverse = tl.div_rn(1.0, scale)
-    for done in range(0, share, BLOCK):
-        at = (part + 1) * share - BLOCK - done + tl.arange(0, BLOCK)
+    for done in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = (blocks - 1 - done) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + batch * bank_stride + at, mask=at < numel, other=0.0).to(tl.float32) * inverse
         tl.store(x8 + batch * numel + at, _to_fp8(value, 448.0), mask=at < numel)
 
@@ -1709,21 +1792,30 @@ def quantize_bank(w_BFD: Tensor, w8_BFD: Tensor, scales_B4: Tensor) -> None:
             w8_new, cell[0] = quantize_reference(w)
             w8.copy_(w8_new)
         return
-    numel, block = w_BFD[0].numel(), QUANTIZE_TILES["BLOCK"]
-    share = triton.cdiv(numel, 1024 * block) * block  # at most 1024 shares, so that one program can read all peaks
-    grid = triton.cdiv(numel, share), len(w_BFD)
-    peaks = torch.empty(grid[::-1], dtype=torch.float32, device=w_BFD.device)
-    _quantize_peak_kernel[grid](w_BFD, peaks, w_BFD.stride(0), numel, share, **QUANTIZE_TILES)
-    _quantize_cast_kernel[grid](w_BFD, peaks, w8_BFD, scales_B4, w_BFD.stride(0), numel, share,
-                               PARTS_POW2=triton.next_power_of_2(grid[0]), **QUANTIZE_TILES)
+    numel, blocks = w_BFD[0].numel(), triton.cdiv(w_BFD[0].numel(), QUANTIZE_TILES["BLOCK"])
+    peaks_BP = torch.empty(len(w_BFD), min(blocks, QUANTIZE_PARTS), dtype=torch.float32, device=w_BFD.device)
+    _quantize_peak_kernel[peaks_BP.shape[::-1]](w_BFD, peaks_BP, w_BFD.stride(0), numel, blocks, **QUANTIZE_TILES)
+    _launch_quantize_cast(w_BFD, peaks_BP, w8_BFD, scales_B4)
 
 
-def _launch_quantize(x):
-    """quantize on the GPU, callable from within other launches."""
+def _launch_quantize_cast(w_BFD, peaks_BP, w8_BFD, scales_B4):
+    """quantize_bank, once each w[b]'s largest number is among peaks[b]."""
+    numel, parts = w_BFD[0].numel(), peaks_BP.shape[1]
+    blocks = triton.cdiv(numel, QUANTIZE_TILES["BLOCK"])
+    _quantize_cast_kernel[min(blocks, QUANTIZE_PARTS), len(w_BFD)](
+        w_BFD, peaks_BP, w8_BFD, scales_B4, w_BFD.stride(0), numel, blocks, parts,
+        PARTS_POW2=triton.next_power_of_2(parts), **QUANTIZE_TILES)
+
+
+def _launch_quantize(x, peaks=None):
+    """quantize on the GPU, callable from within other launches; peaks: as mlp takes them."""
     x = x.detach().contiguous()
     x8 = torch.empty(x.shape, dtype=E4M3, device=x.device)
     cells = torch.empty((1, 4), dtype=torch.float32, device=x.device)
-    quantize_bank(x[None], x8[None], cells)
+    if peaks is None or x.numel() == 0:
+        quantize_bank(x[None], x8[None], cells)
+    else:
+        _launch_quantize_cast(x[None], peaks[None], x8[None], cells)
     return x8, cells[0, 0]
 
 
@@ -1802,12 +1894,12 @@ MLP_TILES = {  # (card, product): launch; WAVES: programs a multiprocessor. H200
 
 
 def mlp_reference(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor,
-                  fp8: QuantizedWeight | None = None) -> Tensor:
+                  fp8: QuantizedWeight | None = None, peaks: Tensor | None = None) -> Tensor:
     """Every operation rounds to n's dtype. FP8 is emulated: the up product's value is that of the quantized operands,
     its gradient that of the unquantized ones (straight-through)."""
     pre_TF = n_TD @ w_fc_FD.mT
     if fp8 is not None:
-        n8, n_scale = quantize_reference(n_TD)
+        n8, n_scale = quantize_reference(n_TD, peaks)
         exact = torch.promote_types(n_TD.dtype, torch.float32)
         value = (n8.to(exact) @ fp8.w8.to(exact).mT * (n_scale * fp8.scale)).to(n_TD.dtype)
         pre_TF = pre_TF - pre_TF.detach() + value
@@ -1880,17 +1972,17 @@ def _launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), d
 
 
 @torch.library.custom_op("speedrun::mlp_up", mutates_args=())
-def mlp_up(n_TD: Tensor, w_fc_FD: Tensor, w8_FD: Tensor | None,
-           w_scale: Tensor | None) -> Tensor:
+def mlp_up(n_TD: Tensor, w_fc_FD: Tensor, w8_FD: Tensor | None, w_scale: Tensor | None,
+           peaks: Tensor | None = None) -> Tensor:
     """relu(n w_fc^T)^2, through FP8 where w8 is given. Opaque to torch.compile, as every launch of the model is."""
     if w8_FD is None:
         return _launch_mlp("up", n_TD, w_fc_FD)
-    n8_TD, n_scale = _launch_quantize(n_TD)
+    n8_TD, n_scale = _launch_quantize(n_TD, peaks)
     return _launch_mlp("fp8", n8_TD, w8_FD, scales=(n_scale, w_scale), dtype=n_TD.dtype)
 
 
 @mlp_up.register_fake
-def _(n_TD, w_fc_FD, w8_FD, w_scale):
+def _(n_TD, w_fc_FD, w8_FD, w_scale, peaks=None):
     return aligned_empty(n_TD, len(n_TD), len(w_fc_FD))
 
 
@@ -1907,8 +1999,8 @@ def _(g_TD, w_proj_FD, post_TF):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale, grads):
-        post_TF = mlp_up(n_TD, w_fc_FD, w8_FD, w_scale)
+    def forward(ctx, n_TD, w_fc_FD, w_proj_FD, w8_FD, w_scale, grads, peaks):
+        post_TF = mlp_up(n_TD, w_fc_FD, w8_FD, w_scale, peaks)
         ctx.save_for_backward(n_TD, w_fc_FD, w_proj_FD, post_TF)
         ctx.grads = grads
         return post_TF @ w_proj_FD
@@ -1920,15 +2012,16 @@ class _Mlp(torch.autograd.Function):
         dw_proj_FD = _weight_gradient(ctx.grads[1], post_TF, g_TD) if want_proj else None
         dpre_TF = mlp_dpre(g_TD, w_proj_FD, post_TF) if want_n or want_fc else None
         dw_fc_FD = _weight_gradient(ctx.grads[0], dpre_TF, n_TD) if want_fc else None
-        return dpre_TF @ w_fc_FD if want_n else None, dw_fc_FD, dw_proj_FD, None, None, None
+        return dpre_TF @ w_fc_FD if want_n else None, dw_fc_FD, dw_proj_FD, None, None, None, None
 
 
 def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight | None = None,
-        grads: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+        grads: tuple[Tensor | None, Tensor | None] = (None, None), peaks: Tensor | None = None) -> Tensor:
     """relu(n w_fc^T)^2 w_proj.  Reference: mlp_reference.
 
     In    n_TD (T, D); w_fc_FD, w_proj_FD (F, D); one floating-point dtype, any T, D, F and strides. fp8: w_fc quantized
-          by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum. grads: see linear
+          by quantize_bank; the up product then runs in e4m3, with n quantized by its own maximum, the largest of
+          `peaks` where they are given (fp32, of one dimension; see mix). grads: see linear
     Out   (T, D) in n's dtype
     Grad  to n, w_fc and w_proj, all from the unquantized operands (straight-through). Kept for it: n and
           post = relu(pre)^2, nothing of pre (see _mlp_kernel)
@@ -1940,9 +2033,11 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
             f"{w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights' dtype")
     require(fp8 is None or fp8.w8.shape == w_fc_FD.shape, "the quantized weight must have w_fc's shape "
             f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
+    require(peaks is None or peaks.ndim == 1 and peaks.dtype == torch.float32 and peaks.is_contiguous(),
+            "peaks must be contiguous fp32 of one dimension: take them from mix(..., peaks=True)")
     if not _use_matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
-        return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8)
-    return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)), grads)
+        return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8, peaks)
+    return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)), grads, peaks)
 
 
 # === Optimizer updates ===

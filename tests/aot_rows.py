@@ -11,7 +11,7 @@ import triton_kernels as kernels
 
 def row(name, kernel, archs, signature, tiles, **constexprs):
     """`tiles` is a launch's entry in one of the *_TILES tables."""
-    tiles = {key: value for key, value in tiles.items() if key != "WAVES"}  # decides the grid, the kernel never sees it
+    tiles = {key: value for key, value in tiles.items() if key in kernel.arg_names or "num" in key}  # others: the grid
     warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages", 3)
     return name, kernel, signature, constexprs | tiles, warps, stages, archs
 
@@ -43,12 +43,32 @@ def pointwise_rows():
                "output": (None,) + (any_bf16,) * 5}
     for (name, coefs), direction in itertools.product(streams.items(), ("forward", "backward")):
         K = len(coefs)
+        scalars = [name in ("mlp", "attention") and c is not None for c in coefs]
+        dcoefs = tuple(None if scalar else c and c.replace(":1", "") for c, scalar in zip(coefs, scalars))
         signature = dict.fromkeys(("x_ptr", "n_ptr", "dx_ptr", "dn_ptr"), bf16) | {
             "coefs": coefs, "streams": (bf16,) * K, "dstreams": (bf16,) * K, "T": "i32:16", "coef_steps": ("i32",) * K,
-            "dcoefs": tuple(c and c.replace(":1", "") for c in coefs), "stream_steps": ("i32:16",) * K}
+            "dcoefs": dcoefs, "stream_steps": ("i32:16",) * K, "peaks_ptr": "*fp32", "partials_ptr": "*fp32"}
         kernel = kernels._mix_forward_kernel if direction == "forward" else kernels._mix_backward_kernel
+        both = dict(K=K, D=768, ROWS=1, COLUMNS=1024)
+        if direction == "backward":
+            both["SCALARS"] = sum(scalar << k for k, scalar in enumerate(scalars))
+            both |= {} if any(scalars) else {"partials_ptr": None}
+        else:
+            yield row(f"mix forward and peaks, {name}", kernel, archs, signature,
+                      kernels.POINTWISE_TILES["mix forward, peaks"], **both)
+            both |= {"peaks_ptr": None, "x_ptr": None} if name == "output" else {"peaks_ptr": None}
         yield row(f"mix {direction}, {name}", kernel, archs, signature, kernels.POINTWISE_TILES[f"mix {direction}"],
-                  K=K, D=768, COLUMNS=1024)
+                  **both)
+    heads = {"coefs": ("*fp32:1", any_bf16), "streams": (bf16,) * 2, "dstreams": (bf16,) * 2, "dcoefs": (None, bf16),
+             "coef_steps": ("i32",) * 2, "stream_steps": ("i32:16",) * 2, "T": "i32:16", "x_ptr": bf16, "dx_ptr": bf16,
+             "partials_ptr": "*fp32"}
+    both = dict(K=2, D=128, ROWS=8, COLUMNS=128)
+    yield row("mix forward, heads", kernels._mix_forward_kernel, archs, heads, kernels.POINTWISE_TILES["mix forward"],
+              n_ptr=None, peaks_ptr=None, **both)
+    yield row("mix backward, heads", kernels._mix_backward_kernel, archs, heads,
+              kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, SCALARS=1, **both)
+    yield row("mix scalars", kernels._mix_scalars_kernel, archs,
+              dict(partials_ptr="*fp32", sums_ptr="*fp32", parts="i32:16"), kernels.MIX_SCALARS_TILES)
 
     signature = dict.fromkeys(("x_ptr", "y_ptr", "dx_ptr", "dy_ptr"), bf16) | {
         "coefs": (any_bf16,) * 12, "dcoefs": (bf16,) * 12, "outs": (bf16,) * 6, "douts": (bf16,) * 6, "T": "i32:16",
@@ -98,10 +118,10 @@ def matrix_rows():
             signature |= dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16") | used
             yield row(f"mlp {product} {card}", kernels._mlp_kernel, archs if product != "fp8" else archs[-1:],
                       signature, tiles, FP8=product == "fp8", BACKWARD=product == "dpre", **dict.fromkeys(unused))
-    signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", share="i32:16")
+    signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", blocks="i32")
     yield row("quantize peak", kernels._quantize_peak_kernel, (80, 90), signature, kernels.QUANTIZE_TILES)
     yield row("quantize cast", kernels._quantize_cast_kernel, (89, 90),
-              signature | dict(x8="*fp8e4nv", cells="*fp32"), kernels.QUANTIZE_TILES, PARTS_POW2=1024)
+              signature | dict(x8="*fp8e4nv", cells="*fp32", parts="i32:16"), kernels.QUANTIZE_TILES, PARTS_POW2=8192)
 
 
 def updates_rows():

@@ -1,4 +1,6 @@
 """Symmetric products, Polar Express, FP8 quantization, MLP: kernels against references, references against fp64."""
+from functools import partial
+
 import pytest
 import torch
 from aot_rows import matrix_rows
@@ -181,6 +183,16 @@ def test_nan_survives_quantization(device):
     assert x8.float().isnan().sum() == 1
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_quantize_by_few_programs(parts, device, force_kernels, monkeypatch):
+    """Each takes several blocks, not all the same number of them."""
+    monkeypatch.setattr(kernels, "QUANTIZE_PARTS", parts)
+    x = eighths(5 * kernels.QUANTIZE_TILES["BLOCK"] - 7, device=device)
+    for given in x, x.flip(0), x * 0.25:
+        (x8, scale), (want8, want) = quantize(given), kernels.quantize_reference(given)
+        assert torch.equal(bits(x8), bits(want8)) and torch.equal(scale, want)
+
+
 @pytest.mark.parametrize("forced", [False, True])
 def test_quantize_bank(forced, device, force_kernels, monkeypatch):
     monkeypatch.setattr(kernels, "use_kernel", lambda *tensors: forced)
@@ -261,6 +273,31 @@ def test_mlp_fp8_is_near_the_plain_mlp(device, force_kernels):
         assert 0 < (a - b).norm() / a.norm() < 0.1
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, D, F", [(37, 48, 192), (1, 16, 16)] + [(16384, 768, 3072)] * GPU)
+def test_mlp_with_peaks_has_the_same_bits(T, D, F, dtype, device, force_kernels):
+    """peaks: those that mix gives; the largest of them decides, wherever it stands."""
+    n, w_fc, w_proj, g = mlp_inputs(T, D, F, dtype, device, fp8=True)
+    quantized = kernels.QuantizedWeight(*kernels.quantize_reference(w_fc))
+    own = n.abs().amax().float()[None]
+    for op in mlp, kernels.mlp_reference:
+        want = with_gradients(op, n, w_fc, w_proj, g, quantized)
+        for peaks in own, torch.cat((own / 3, own, own * 0)), torch.cat((torch.zeros(4223, device=device), own)):
+            got = with_gradients(partial(op, peaks=peaks), n, w_fc, w_proj, g, quantized)
+            assert all(map(torch.equal, got, want))
+    scale = kernels.quantize_reference(n, 4 * own)[1]
+    assert kernels._launch_quantize(n, 4 * own)[1] == scale == 4 * kernels._launch_quantize(n)[1]
+
+
+def test_mlp_quantizes_with_the_peaks_of_the_mix(device, force_kernels):
+    x, weight = (values(*shape, dtype=LOW, device=device) for shape in ((70, 48), (192, 48)))
+    n, peaks = kernels.mix([None], [x], normed=True, peaks=True)[1:]
+    (x8, scale), (want8, want) = kernels._launch_quantize(n, peaks), quantize(n)
+    assert torch.equal(bits(x8), bits(want8)) and torch.equal(scale, want)
+    quantized = kernels.QuantizedWeight(*kernels.quantize_reference(weight))
+    assert torch.equal(mlp(n, weight, weight, quantized, peaks=peaks), mlp(n, weight, weight, quantized))
+
+
 def test_mlp_honours_strides_and_frozen_weights(device, force_kernels):
     n, w_fc, w_proj, g = mlp_inputs(37, 48, 192, LOW if GPU else torch.float32, device)
     want = with_gradients(mlp, n, w_fc, w_proj, g)
@@ -336,6 +373,7 @@ def test_mlp_custom_ops_keep_their_contracts(device):
     n, w_fc, w_proj, g = mlp_inputs(37, 20, 52, dtype, device, fp8=True)  # F = 52: the rows of post need padding
     post = kernels.mlp_up(n, w_fc, None, None)  # laid out as mlp_dpre wants it
     for op, arguments in [(kernels.mlp_up, (n, w_fc, None, None)), (kernels.mlp_up, (n, w_fc, *quantize(w_fc))),
+                          (kernels.mlp_up, (n, w_fc, *quantize(w_fc), n.abs().amax().float()[None])),
                           (kernels.mlp_dpre, (g, w_proj, post)), (kernels._quantize_tensor, (n,))]:
         torch.library.opcheck(op, arguments, test_utils="test_faketensor")
 
@@ -344,7 +382,8 @@ def test_mlp_refuses(device):
     n, w = torch.ones(4, 16, device=device), torch.ones(32, 16, device=device)
     quantized = kernels.QuantizedWeight(torch.empty(16, 16, dtype=E4M3, device=device), torch.ones(1, device=device))
     for bad, match in [((n[None], w, w), "flatten"), ((n, w.mT, w.mT), "weights"), ((n, w, w[:8]), "weights"),
-                       ((n.double(), w, w), "one dtype"), ((n, w, w, quantized), "quantize w_fc itself")]:
+                       ((n.double(), w, w), "one dtype"), ((n, w, w, quantized), "quantize w_fc itself"),
+                       ((n, w, w, None, (None, None), n), "take them from mix")]:
         with pytest.raises(ValueError, match=match):
             mlp(*bad)
 

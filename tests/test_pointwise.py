@@ -28,10 +28,12 @@ AS_LAUNCHED = list(pointwise_rows()) if kernels.triton else []  # now, for the t
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Interpreted, programs are slow: let each take eight rows. That also masks the last program's."""
+    """Interpreted, programs are slow: let each take eight rows. That also masks the last program's. Mixes: two programs
+    walk all rows."""
     if not GPU:
-        for name in POINTWISE_TILES:
-            monkeypatch.setitem(POINTWISE_TILES, name, dict(ROWS=8, num_warps=1))
+        for name, tiles in POINTWISE_TILES.items():
+            several = dict(BLOCK=512, WAVES=1) if "WAVES" in tiles else dict(ROWS=8)
+            monkeypatch.setitem(POINTWISE_TILES, name, tiles | several)
 
 
 def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -79,9 +81,9 @@ def mix_formula(coefs, streams, *, normed):
 
 def flat(op, kinds):
     """op(coefs, streams) as a function of all of them in a row, without coefficients of kind 1, which are None."""
-    def call(*inputs, normed):
+    def call(*inputs, **options):
         coefs, streams = iter(inputs[:-len(kinds)]), inputs[-len(kinds):]
-        return op([None if kind == "1" else next(coefs) for kind in kinds], streams, normed=normed)
+        return op([None if kind == "1" else next(coefs) for kind in kinds], streams, **options)
     return call
 
 
@@ -154,6 +156,52 @@ def test_mix_gives_the_gradients_that_are_wanted(kinds, T, D, normed, wanted, se
     for got, want in zip(gradients(mix), gradients(mix_reference)):
         scale = want.abs().max().item() + 1  # tiny cases: all roundings are of numbers of this size
         torch.testing.assert_close(got, want, rtol=0, atol=64 * EPS * scale * (1 + math.sqrt(T * D)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kinds, T, D", [("ss1", 4099, 768), ("1ggggg", 1001, 768)] if GPU else
+                         [("ss1", 37, 96), ("1ggggg", 5, 130), ("s", 1, 16)])
+def test_mix_of_which_the_norm_alone_is_read(kinds, T, D, dtype, device, force_kernels):
+    """The same bits, gradients included; x is None."""
+    inputs = mix_inputs(kinds, T, D, dtype, device, scalar_dtype=torch.float32)
+    weights = weights_of(T, D, device=device)
+    for op in mix, mix_reference:
+        (n,), grads = results_and_gradients(flat(op, kinds), inputs, weights[:1], normed=True, keep_x=False)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        want = flat(op, kinds)(*leaves, normed=True)[1]
+        assert torch.equal(n, want)
+        assert all(map(torch.equal, grads, torch.autograd.grad(want, leaves, weights[0].to(want))))
+        assert flat(op, kinds)(*inputs, normed=True, keep_x=False)[0] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keep_x", [True, False])
+@pytest.mark.parametrize("kinds, T, D", [("ss1", 4099, 768), ("sg", 16384, 768), ("s", 1, 2048)] if GPU else
+                         [("ss1", 37, 96), ("sg", 16, 40), ("s", 1, 2048)])
+def test_mix_gives_peaks(kinds, T, D, keep_x, dtype, device, force_kernels):
+    """The largest is that of n as it was rounded; gradients have the bits they have without."""
+    inputs = mix_inputs(kinds, T, D, dtype, device, scalar_dtype=torch.float32)
+    weights = weights_of(T, D, device=device)
+    for op in mix, mix_reference:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        x, n, peaks = flat(op, kinds)(*leaves, normed=True, keep_x=keep_x, peaks=True)
+        assert peaks.max() == n.abs().max() and peaks.dtype == torch.float32 and peaks.ndim == 1
+        assert not peaks.requires_grad and (x is not None) == keep_x
+        want = flat(op, kinds)(*leaves, normed=True)
+        exact = flat(mix_reference, kinds)(*(x.double() for x in inputs), normed=True)
+        for name, *values in zip("xn", (x, n), exact, want):
+            if values[0] is not None:
+                assert_as_good_as_eager(name, *values)
+        grads, wanted = (torch.autograd.grad(r, leaves, weights[0].to(r)) for r in (n, want[1]))
+        assert all(map(torch.equal, grads, wanted))
+
+
+def test_mix_peaks_of_zeros_and_of_the_last_row(device, force_kernels):
+    x = torch.zeros(19, 48, device=device)
+    assert mix([None], [x], normed=True, peaks=True)[2].max() == 0
+    x[18, 3] = -5.0
+    n, peaks = mix([None], [x], normed=True, peaks=True)[1:]
+    assert peaks.max() == -n[18, 3] > 6
 
 
 def test_mix_takes_streams_whose_rows_are_not_contiguous(device, force_kernels):
@@ -413,8 +461,9 @@ def every_op(device, dtype=torch.float32):
 
 @pytest.mark.parametrize("rows", [2, 32] if GPU else [1, 2, 4, 32])
 def test_rows_of_a_program_change_nothing(rows, device, force_kernels, monkeypatch):
-    for name in POINTWISE_TILES:
-        monkeypatch.setitem(POINTWISE_TILES, name, dict(ROWS=rows, num_warps=4 if rows > 4 else 1))
+    for name, tiles in POINTWISE_TILES.items():
+        size = dict(BLOCK=32 * rows, WAVES=1) if "WAVES" in tiles else dict(ROWS=rows)
+        monkeypatch.setitem(POINTWISE_TILES, name, tiles | size | dict(num_warps=4 if rows > 4 else 1))
     for name, op, reference, inputs, options, shape in every_op(device):
         weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
         assert_kernels_match(op, reference, inputs, weights, **options)
@@ -443,6 +492,7 @@ def test_operators_are_registered_right(device):
     for normed in False, True:
         check(ops.mix_forward, (coefs, streams, normed))
         check(ops.mix_forward, ([None, *coefs[1:]], streams, normed))
+        check(ops.mix_forward, (coefs, streams, True, normed, True))
         check(ops.mix_backward, (dx, dn if normed else None, coefs, streams, [True, False, True] + [normed] * 3))
     gates = [coefs[1], None, None, coefs[2]]
     check(ops.injections_forward, (gates, *streams[:2]))
@@ -469,6 +519,8 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: mix([c, c], [x, x.double()], normed=False), "share one floating-point dtype"),
     (lambda x, c: mix([c[1:]], [x], normed=False), "one number, or one for each token"),
     (lambda x, c: mix([c], [x.to("meta")], normed=False), "move them there"),
+    (lambda x, c: mix([c], [x], normed=False, keep_x=False), "must be kept"),
+    (lambda x, c: mix([c], [x], normed=False, peaks=True), "has no peaks"),
     (lambda x, c: kernels.injections([(c, c)], x, x[1:]), "alike"),
     (lambda x, c: kernels.injections([(None, None)], x, x), "one may be None"),
     (lambda x, c: kernels.injections([], x, x), "1 to 8 pairs"),
