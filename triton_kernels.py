@@ -2825,7 +2825,8 @@ def head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x
     x, grad_T = x.contiguous(), grad_T.contiguous()
     dx, dw = _head_gradients(x, g, needs_x, needs_head)
     if needs_x:
-        _launch_mix(_mix_forward_kernel, "mix forward", (dx, None), [grad_T], [dx_unit[:len(x)]])  # rounded once
+        dx_unit = dx_unit[:len(x)]
+        _launch_mix(_mix_forward_kernel, _mix_launch("mix forward", dx_unit), (dx, None, None), [grad_T], [dx_unit])
     if needs_head and g.dtype == E5M2:
         top = grad_T.abs().amax()
         share_T = grad_T / torch.where(top > 0, top, 1.0)
