@@ -439,7 +439,7 @@ MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
 _gates_jit = jit if triton is None else triton.jit(
     do_not_specialize=["coef_steps", "alpha_step", "gate_step"],
-    do_not_specialize_on_alignment=["coefs", "alpha_ptr", "gate_ptr", "lam_ptr"])
+    do_not_specialize_on_alignment=["coefs", "alpha_ptr", "gate_ptr"])
 
 
 @jit
@@ -935,14 +935,13 @@ def leading(x, width: int):
 
 # --- norm_rotary ---
 
-def norm_rotary_reference(qk, cos, sin, lam=None, *, paired, key_offset):
+def norm_rotary_reference(qk, cos, sin, *, paired, key_offset):
     """What `norm_rotary` computes, in eager torch (fp32 inside for 16-bit inputs)."""
     T, _, N, H = qk.shape
     inner = torch.promote_types(qk.dtype, torch.float32)
-    x = qk.to(inner) if lam is None else lam.to(inner) * qk.to(inner)
     streams = 2 if paired else 1
     turn = torch.complex(*(table[:T * streams].to(inner) for table in (cos, -sin))).view(T, 1, streams, H // 4)
-    turned, still = torch.nn.functional.rms_norm(x, (H,), eps=NORM_EPS).split(H // 2, -1)
+    turned, still = torch.nn.functional.rms_norm(qk.to(inner), (H,), eps=NORM_EPS).split(H // 2, -1)
     turned = torch.view_as_complex(turned.reshape(T, 2 * N // streams, streams, H // 4, 2)) * turn
     turned = torch.view_as_real(turned).view(T, 2, N, H // 2)
     if key_offset:
@@ -970,12 +969,12 @@ def _rotary_turn(x, cos, sin):
     return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
 
 
-@_gates_jit
+@jit
 def _norm_rotary_forward_kernel(
-    qk_ptr, lam_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qk_step, T,
+    qk_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qk_step, T,
     N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr, KEY_OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Rows are heads of queries (programs (i, 0)) or of keys (programs (i, 1)). A missing (None) lam is 1."""
+    """Rows are heads of queries (programs (i, 0)) or of keys (programs (i, 1))."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, head, d = row // N, row % N, tl.arange(0, H)[None, :]
@@ -983,8 +982,6 @@ def _norm_rotary_forward_kernel(
     inside = t < T
     source = t.to(tl.int64) * qk_step + (part * N + head) * H
     x = tl.load(qk_ptr + source[:, None] + d, mask=inside[:, None], other=0.0).to(tl.float32)
-    if lam_ptr is not None:
-        x *= tl.load(lam_ptr).to(tl.float32)
     x *= _pointwise_rms_scale(x, H)[:, None]
     cos, sin = _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H, STREAMS)
     y = _rotary_turn(x, cos, sin).to(q_ptr.dtype.element_ty)
@@ -997,14 +994,11 @@ def _norm_rotary_forward_kernel(
             tl.store(k_ptr + at, y, mask=inside[:, None] & (t[:, None] < later))  # token 0 keeps its own
 
 
-@_gates_jit
+@jit
 def _norm_rotary_backward_kernel(
-    qk_ptr, lam_ptr, dq_ptr, dk_ptr, dqk_ptr, dlam_ptr, cos_ptr, sin_ptr, qk_step, T,
+    qk_ptr, dq_ptr, dk_ptr, dqk_ptr, cos_ptr, sin_ptr, qk_step, T,
     N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr, KEY_OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Leaves one sum for the gradient of lam a program. A norm hides the factor of what it norms, but for eps: from
-    x = lam y, n = s x and s = (mean x^2 + eps)^-1/2 follows <y, dy> = lam^-1 <x, dx> = eps s^3 <y, dn>, which leaves
-    nothing to cancel and holds for lam = 0."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, head, d = row // N, row % N, tl.arange(0, H)[None, :]
@@ -1021,86 +1015,73 @@ def _norm_rotary_backward_kernel(
             dy += tl.load(dk_ptr + at, mask=inside[:, None] & (t[:, None] < later), other=0.0).to(tl.float32)
     cos, sin = _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H, STREAMS)
     dn = _rotary_turn(dy, cos, -sin)
-    along = tl.sum(dn * x, 1)
-    lam = 1.0
-    if lam_ptr is not None:
-        lam = tl.load(lam_ptr).to(tl.float32)
-        x *= lam
-    scale = _pointwise_rms_scale(x, H)
-    dx = (scale * lam)[:, None] * (dn - x * (scale * scale * lam * along / H)[:, None])
-    if lam_ptr is not None:
-        shares = tl.where(inside, 1.1920928955078125e-07 * scale * scale * scale * along, 0.0)
-        tl.store(dlam_ptr + tl.program_id(0) * 2 + part, tl.sum(shares, 0))
+    scale = _pointwise_rms_scale(x, H)[:, None]
+    n = x * scale
+    dx = scale * (dn - n * (tl.sum(dn * n, 1) / H)[:, None])
     target = (t.to(tl.int64) * 2 + part) * N + head
     tl.store(dqk_ptr + target[:, None] * H + d, dx.to(dqk_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _launch_norm_rotary(kernel, name, qk, lam, arrays, cos, sin, paired, key_offset):
+def _launch_norm_rotary(kernel, name, qk, arrays, cos, sin, paired, key_offset):
     (T, _, N, H), tiles = qk.shape, POINTWISE_TILES[name]
     kernel[triton.cdiv(T * N, tiles["ROWS"]), 2](
-        qk, lam, *arrays, cos.contiguous(), sin.contiguous(), qk.stride(0), T,
+        qk, *arrays, cos.contiguous(), sin.contiguous(), qk.stride(0), T,
         N=N, H=H, STREAMS=2 if paired else 1, KEY_OFFSET=key_offset, **tiles)
 
 
 @torch.library.custom_op("speedrun::norm_rotary_forward", mutates_args=())
 def norm_rotary_forward(
-    qk: Tensor, cos: Tensor, sin: Tensor, lam: Tensor | None, paired: bool, key_offset: bool,
+    qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k = _norm_rotary_empty_results(qk, cos, sin, lam, paired, key_offset)
-    _launch_norm_rotary(_norm_rotary_forward_kernel, "norm_rotary forward", _pointwise_rows(qk), lam, (q, k), cos, sin,
+    q, k = _norm_rotary_empty_results(qk, cos, sin, paired, key_offset)
+    _launch_norm_rotary(_norm_rotary_forward_kernel, "norm_rotary forward", _pointwise_rows(qk), (q, k), cos, sin,
                         paired, key_offset)
     return q, k
 
 
 @norm_rotary_forward.register_fake
-def _norm_rotary_empty_results(qk, cos, sin, lam, paired, key_offset):
+def _norm_rotary_empty_results(qk, cos, sin, paired, key_offset):
     T, _, N, H = qk.shape
     return qk.new_empty(T, N, H), qk.new_empty(T, N, H)
 
 
 @torch.library.custom_op("speedrun::norm_rotary_backward", mutates_args=())
 def norm_rotary_backward(
-    dq: Tensor, dk: Tensor, qk: Tensor, cos: Tensor, sin: Tensor, lam: Tensor | None, paired: bool, key_offset: bool,
-) -> tuple[Tensor, Tensor]:
-    """dqk, and dlam in fp32, which is not filled without lam."""
-    dqk, dlam = _norm_rotary_empty_gradients(dq, dk, qk, cos, sin, lam, paired, key_offset)
-    programs = triton.cdiv(qk.shape[0] * qk.shape[2], POINTWISE_TILES["norm_rotary backward"]["ROWS"])
-    shares = None if lam is None else qk.new_empty(2 * programs, dtype=torch.float32)
-    _launch_norm_rotary(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk), lam,
-                        (dq.contiguous(), dk.contiguous(), dqk, shares), cos, sin, paired, key_offset)
-    return dqk, dlam if lam is None else shares.sum()
+    dq: Tensor, dk: Tensor, qk: Tensor, cos: Tensor, sin: Tensor, paired: bool, key_offset: bool,
+) -> Tensor:
+    dqk = _norm_rotary_empty_gradient(dq, dk, qk, cos, sin, paired, key_offset)
+    _launch_norm_rotary(_norm_rotary_backward_kernel, "norm_rotary backward", _pointwise_rows(qk),
+                        (dq.contiguous(), dk.contiguous(), dqk), cos, sin, paired, key_offset)
+    return dqk
 
 
 @norm_rotary_backward.register_fake
-def _norm_rotary_empty_gradients(dq, dk, qk, cos, sin, lam, paired, key_offset):
-    return qk.new_empty(qk.shape), qk.new_empty((), dtype=torch.float32)
+def _norm_rotary_empty_gradient(dq, dk, qk, cos, sin, paired, key_offset):
+    return qk.new_empty(qk.shape)
 
 
 class _NormRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qk, cos, sin, lam, paired, key_offset):
-        ctx.save_for_backward(qk, cos, sin, lam)
+    def forward(ctx, qk, cos, sin, paired, key_offset):
+        ctx.save_for_backward(qk, cos, sin)
         ctx.options = paired, key_offset
-        return norm_rotary_forward(qk, cos, sin, lam, paired, key_offset)
+        return norm_rotary_forward(qk, cos, sin, paired, key_offset)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        lam = ctx.saved_tensors[3]
-        dqk, dlam = norm_rotary_backward(dq, dk, *ctx.saved_tensors, *ctx.options)
-        return dqk, None, None, None if lam is None else dlam.to(lam.dtype), None, None
+        return norm_rotary_backward(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-def norm_rotary(qk, cos, sin, lam=None, *, paired: bool, key_offset: bool):
+def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
     """RMS norm of every head of queries and keys, then half-truncated rotary: (q, k), (T, N, H) each.
 
     qk         (T, 2, N, H), queries then keys; tokens of any stride
     cos, sin   (P, H/4), P >= T positions (2T when paired), for the adjacent pairs of the first half of a head; the
                second half does not turn
-    lam        None or a 0-d floating-point tensor: lam * qk is normed. It changes its sign and counts against eps
     paired     head h of token t turns by position 2t + h mod 2, not t
     key_offset the second half of every key comes from the token before; token 0 keeps its own
 
-    fp32 inside, rounded once. Gradients reach qk and lam, in one pass and, for lam, a sum. Raises ValueError.
+    fp32 inside, rounded once. The gradient reaches qk only, in one pass. Raises ValueError.
     """
     T, two, N, H = qk.shape if qk.dim() == 4 else (0, 0, 0, 0)
     require(T > 0 and two == 2 and N > 0 and H > 0 and H % 4 == 0 and qk.is_floating_point(),
@@ -1114,14 +1095,10 @@ def norm_rotary(qk, cos, sin, lam=None, *, paired: bool, key_offset: bool):
     require(cos.dtype == sin.dtype and cos.is_floating_point() and qk.device == cos.device == sin.device,
             f"cos and sin must share one floating-point dtype, on {qk.device}, not {cos.dtype} on {cos.device} and "
             f"{sin.dtype} on {sin.device}: cast and move them")
-    if lam is not None:
-        require(lam.dim() == 0 and lam.is_floating_point() and lam.device == qk.device,
-                f"lam must be a 0-d floating-point tensor on {qk.device}, not {tuple(lam.shape)} {lam.dtype} on "
-                f"{lam.device}: take one element of it")
     if not use_kernel(qk):
-        return norm_rotary_reference(qk, cos, sin, lam, paired=paired, key_offset=key_offset)
+        return norm_rotary_reference(qk, cos, sin, paired=paired, key_offset=key_offset)
     _require_kernel_heads(qk, "norm_rotary_reference")
-    return _NormRotary.apply(qk, cos, sin, lam, paired, key_offset)
+    return _NormRotary.apply(qk, cos, sin, paired, key_offset)
 
 
 def _require_kernel_heads(x, reference):

@@ -79,15 +79,12 @@ def pointwise_rows():
         yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], K=6, D=768, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
-    signature |= {"lam_ptr": "*fp32:1", "dlam_ptr": "*fp32"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
     both = {"forward": kernels._norm_rotary_forward_kernel, "backward": kernels._norm_rotary_backward_kernel}
-    flags = (False, True), (False, True), (dict(lam_ptr=None, dlam_ptr=None), {})
-    for (direction, kernel), paired, offset, missing in itertools.product(both.items(), *flags):
+    for (direction, kernel), paired, offset in itertools.product(both.items(), (False, True), (False, True)):
         name = f"norm_rotary {direction}"
-        missing = {x: None for x in missing if x in kernel.arg_names}
-        yield row(f"{name} {paired=} {offset=} {missing}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
-                  N=6, H=128, STREAMS=1 + paired, KEY_OFFSET=offset, **missing)
+        yield row(f"{name} {paired=} {offset=}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
+                  N=6, H=128, STREAMS=1 + paired, KEY_OFFSET=offset)
     both = {"forward": kernels._finish_heads_forward_kernel, "backward": kernels._finish_heads_backward_kernel}
     missing = (), ("alpha_ptr", "dalpha_ptr", "v_ptr", "dv_ptr"), ("gate_ptr", "dgate_ptr")
     for (direction, kernel), absent in itertools.product(both.items(), missing):

@@ -289,11 +289,10 @@ def test_fan_and_leading_keep_gradients(device, force_kernels):
 
 
 # --- norm_rotary ---
-def rotary_formula(qk, cos, sin, lam=1, *, paired, key_offset):
+def rotary_formula(qk, cos, sin, *, paired, key_offset):
     """One number at a time: pair j of head h of token t turns by row t (paired: 2t + h mod 2) of the tables."""
     T, _, N, H = qk.shape
-    x = lam * qk
-    x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    x = qk / (qk.square().mean(-1, keepdim=True) + EPS).sqrt()
     row = (2 * torch.arange(T)[:, None] + torch.arange(N) % 2) if paired else torch.arange(T)[:, None].expand(T, N)
     c, s = (table[row][:, None].repeat_interleave(2, -1) for table in (cos, sin))  # (T, 1, N, H/2)
     half = x[..., :H // 2]
@@ -312,17 +311,7 @@ def rotary_inputs(T, N, H, positions, dtype=torch.float64, device="cpu", extra=0
 
 
 def with_tables(op, cos, sin):
-    """op(qk), or op of lam and qk"""
-    def call(*inputs, **options):
-        *lam, qk = inputs
-        return op(qk, cos.to(qk.dtype), sin.to(qk.dtype), *lam, **options)
-    return call
-
-
-def with_lambda(qk, lam):
-    """lam, 0-d, and qk with tokens of many sizes, down to where eps outweighs them."""
-    sizes = 10.0 ** -(torch.arange(len(qk), device=qk.device) % 5).view(-1, 1, 1, 1)
-    return [torch.tensor([1, lam], device=qk.device)[1], qk * sizes.to(qk.dtype)]
+    return lambda qk, **options: op(qk, cos.to(qk.dtype), sin.to(qk.dtype), **options)
 
 
 FLAGS = list(itertools.product([False, True], [False, True]))
@@ -334,9 +323,6 @@ def test_norm_rotary_reference_is_the_formula(T, N, H, paired, key_offset):
     qk, cos, sin = rotary_inputs(T, N, H, 2 * T + 3)
     assert_same_in_double(with_tables(norm_rotary, cos, sin), with_tables(rotary_formula, cos, sin), [qk],
                           weights_of(T, N, H), paired=paired, key_offset=key_offset)
-    lam, qk = (x.double() for x in with_lambda(qk, -0.3))
-    assert_same_in_double(with_tables(norm_rotary, cos, sin), with_tables(rotary_formula, cos, sin), [lam, qk],
-                          weights_of(T, N, H), paired=paired, key_offset=key_offset)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -347,23 +333,6 @@ def test_norm_rotary_kernels_match(T, N, H, extra, paired, key_offset, dtype, de
     qk, cos, sin = rotary_inputs(T, N, H, 2 * T + 1, dtype, device, extra)
     assert_kernels_match(with_tables(norm_rotary, cos, sin), with_tables(norm_rotary_reference, cos, sin), [qk],
                          weights_of(T, N, H, device=device), paired=paired, key_offset=key_offset)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lam", [-0.3, 1e-3, 0.0])
-@pytest.mark.parametrize("T, N, H", [(1, 2, 16), (4099, 6, 128)] if GPU else [(1, 2, 16), (17, 4, 32)])
-def test_norm_rotary_norms_what_lambda_scales(T, N, H, lam, dtype, device, force_kernels):
-    qk, cos, sin = rotary_inputs(T, N, H, 2 * T, dtype, device)
-    inputs, weights = with_lambda(qk, lam), weights_of(T, N, H, device=device)
-    tables = cos / 2, sin / 2
-    (got, *_), (want, *_) = assert_kernels_match(
-        with_tables(norm_rotary, *tables), with_tables(norm_rotary_reference, *tables), inputs, weights, paired=True,
-        key_offset=False)
-    # Each head gives eps s^3 <y, dn>, s = (mean (lam y)^2 + eps)^-1/2; to its factors' size, eight roundings.
-    y = inputs[1].double()
-    s = ((lam * y).square().mean(-1) + EPS).rsqrt()
-    dn = torch.stack(weights, 1).double().norm(dim=-1) * (1 + max(x.abs().max().item() for x in tables))
-    assert abs(got.double() - want) <= 8 * EPS * (EPS * s**3 * y.norm(dim=-1) * dn).sum()
 
 
 def test_norm_rotary_with_one_result_unused(device, force_kernels):
@@ -454,7 +423,6 @@ def every_op(device, dtype=torch.float32):
     spread = (flat_injections(op, ["xy", "y"]) for op in (kernels.injections, kernels.injections_reference))
     yield "injections", *spread, injection_inputs(["xy", "y"], 16, 32, dtype, device), {}, (32,)
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
-    yield "norm_rotary", *rotary, with_lambda(qk, 0.7), dict(paired=False, key_offset=True), (2, 16)
     inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
     yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
 
@@ -499,9 +467,9 @@ def test_operators_are_registered_right(device):
     check(ops.injections_backward, ([dx, None], gates, *streams[:2]))
     qk, cos, sin = rotary_inputs(8, 2, 16, 16, torch.float32, device)
     dq, dk = (w.float() for w in weights_of(8, 2, 16, device=device))
-    for lam, flags in itertools.product((None, torch.tensor(0.7, device=device)), FLAGS):
-        check(ops.norm_rotary_forward, (qk, cos, sin, lam, *flags))
-        check(ops.norm_rotary_backward, (dq, dk, qk, cos, sin, lam, *flags))
+    for flags in FLAGS:
+        check(ops.norm_rotary_forward, (qk, cos, sin, *flags))
+        check(ops.norm_rotary_backward, (dq, dk, qk, cos, sin, *flags))
     y, v, alpha, gate = finish_inputs("alpha gate", 8, 2, 16, torch.float32, device)
     for columns in (alpha, gate), (alpha, None), (None, gate):
         check(ops.finish_heads_forward, (y, v, *columns))
@@ -530,7 +498,6 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: rotated(x, 1, x[:3, :4]), "longer tables"),
     (lambda x, c: rotated(x, 2, x[:3, :4], paired=True), "4 or more"),
     (lambda x, c: rotated(x, 1, x[:, :4], x[:, :4].half()), "cast"),
-    (lambda x, c: norm_rotary(x.view(-1, 2, 1, 16), x[:, :4], x[:, :4], c[:1], paired=False, key_offset=False), "0-d"),
     (lambda x, c: finish_heads(x, x, c, None), "share one non-empty shape"),
     (lambda x, c: finish_heads(x[None], x[None].half(), c, None), "share one floating-point dtype"),
     (lambda x, c: finish_heads(x[None], x[None], None, None), "not both be None"),
