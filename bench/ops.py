@@ -238,9 +238,13 @@ def pointwise_cases(s: Sizes) -> Iterator[Case]:
     def finished(op: Callable) -> Callable:
         return lambda y, v: op(y, v, alpha, gate)
 
+    def injected(op: Callable) -> Callable:  # six pairs of gates
+        return lambda *x: op(list(zip(x[:6], x[6:12])), *x[12:])
+
     gates = lambda: [s.randn(s.T), s.randn(s.T)]  # noqa: E731
     for name, wrap, inputs, forward, both in (
         ("mix", mixed, lambda: gates() + [s.randn(s.T, D) for _ in range(4)], 6, 16),
+        ("injections", injected, lambda: 6 * gates() + [s.randn(s.T, D) for _ in range(2)], 8, 18),
         ("norm_rotary", rotated, lambda: [s.heads(2)], 4, 10),
         ("finish_heads", finished, lambda: [s.heads(), s.heads()], 3, 8),
     ):
