@@ -753,7 +753,7 @@ def _injections_backward_kernel(
     for i in tl.static_range(2 * K):
         sums = sums + (tl.zeros((ROWS, LANES), tl.float32),)
         if coefs[i] is None:
-            gates = gates + (None,)
+            gates = gates + (tl.zeros((ROWS, 1, 1), tl.float32),)  # never read
         else:
             g = tl.load(coefs[i] + t * coef_steps[i], mask=t < T, other=0.0).to(tl.float32)
             gates = gates + (g[:, None, None],)
@@ -764,7 +764,7 @@ def _injections_backward_kernel(
         rows = ()
         for k in tl.static_range(K):
             if douts[k] is None:
-                rows = rows + (None,)
+                rows = rows + (tl.zeros((ROWS, LANES, 8), tl.float32),)
             else:
                 rows = rows + (tl.load(douts[k] + t * D + d, mask=inside, other=0.0),)
         x = tl.load(x_ptr + t * x_step + d, mask=inside, other=0.0).to(tl.float32)

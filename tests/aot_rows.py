@@ -70,13 +70,18 @@ def pointwise_rows():
     yield row("mix scalars", kernels._mix_scalars_kernel, archs,
               dict(partials_ptr="*fp32", sums_ptr="*fp32", parts="i32:16"), kernels.MIX_SCALARS_TILES)
 
-    signature = dict.fromkeys(("x_ptr", "y_ptr", "dx_ptr", "dy_ptr"), bf16) | {
-        "coefs": (any_bf16,) * 12, "dcoefs": (bf16,) * 12, "outs": (bf16,) * 6, "douts": (bf16,) * 6, "T": "i32:16",
-        "coef_steps": ("i32",) * 12, "x_step": "i32:16", "y_step": "i32:16"}
     both = {"forward": kernels._injections_forward_kernel, "backward": kernels._injections_backward_kernel}
-    for direction, kernel in both.items():
-        name = f"injections {direction}"
-        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], K=6, D=768, COLUMNS=1024)
+    for (direction, kernel), K in itertools.product(both.items(), (4, 6)):
+        name, absent = f"injections {direction}", K == 4  # one gate, one gradient
+        signature = dict.fromkeys(("x_ptr", "y_ptr", "dx_ptr", "dy_ptr"), bf16) | {
+            "coefs": (any_bf16,) * (2 * K), "dcoefs": (bf16,) * (2 * K), "outs": (bf16,) * K, "douts": (bf16,) * K,
+            "coef_steps": ("i32",) * (2 * K), "T": "i32:16", "x_step": "i32:16", "y_step": "i32:16"}
+        if absent:
+            signature |= {"coefs": (any_bf16, None) + (any_bf16,) * 4 + (None,) * 2,
+                          "dcoefs": (bf16, None) + (bf16,) * 4 + (None,) * 2, "douts": (bf16,) * 3 + (None,)}
+        if absent and direction == "forward":
+            signature["coefs"] = (any_bf16, None) + (any_bf16,) * 6
+        yield row(f"{name}, {K}", kernel, archs, signature, kernels.POINTWISE_TILES[name], K=K, D=768, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
