@@ -626,15 +626,17 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View") -> Tensor:
-    """Causal attention inside documents over `window` earlier tokens, by the implementation the run chose."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View"
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside documents over `window` earlier tokens, as the run chose, and v for its later readers."""
     options = dict(window=window, scale=view.scale, paired=paired)
     if view.attention == "torch":
-        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options)
+        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), v
     if view.attention == "reference":
-        return kernels.attention_reference(q, k, v, cu_seqlens, **options)
+        return kernels.attention_reference(q, k, v, cu_seqlens, **options), v
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
-    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, **options)
+    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, share_v=True, **options)
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -1017,7 +1019,7 @@ class GPT(nn.Module):
             v, _ = mix([(None, v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
-        y = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
+        y, v = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
             window = self.cfg.dc_window

@@ -113,7 +113,7 @@ def _attention_first_key(cu_seqlens, length, window, streams=1):
     return torch.maximum(start, t - window)
 
 
-def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False):
+def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False, share_v=False):
     """What `attention` computes, in eager torch (fp32 inside for 16-bit inputs): blocks of queries, each against the
     blocks of keys that its window can reach, so memory is O(T x (window + block)). Differentiable by plain autograd."""
     T, N, H = q.shape
@@ -137,7 +137,8 @@ def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False):
     s = t[:, :, :1] + torch.arange(-back * block, block, device=q.device, dtype=cu_seqlens.dtype)
     mask = torch.where((s < first) | (s > t), -math.inf, 0.0)
     y = torch.softmax((cut(q, 0) * scale) @ band(k).mT + mask, -1) @ band(v)
-    return y.transpose(1, 2).reshape(blocks * block, heads, H)[:length].reshape(T, N, H).to(q.dtype)
+    y = y.transpose(1, 2).reshape(blocks * block, heads, H)[:length].reshape(T, N, H).to(q.dtype)
+    return (y, v) if share_v else y
 
 
 @jit
@@ -224,12 +225,13 @@ def _attention_dq_kernel(
 
 @jit
 def _attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, lse_desc, delta_desc, after_ptr, length, scale,
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, dv_more_desc, lse_desc, delta_desc, after_ptr, length, scale,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile. lse and delta come through the copy engine like
-    the tiles do, which is a tenth faster; past the end they are another head's, finite and masked."""
+    the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dv_more, unless
+    None, is added to dv before its one rounding."""
     head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
     pitch = tl.cdiv(length, 4) * 4
     s = s0 + tl.arange(0, BLOCK_S)
@@ -248,6 +250,8 @@ def _attention_dkv_kernel(
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
     dk_desc.store([s0, head * H], (dk * scale).to(dk_desc.dtype))
+    if dv_more_desc is not None:
+        dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
 
 
@@ -276,11 +280,13 @@ def _attention_tiles(q, name):
 
 def _launch_attention(kernel, tiles, matrices, arrays, H, scale, **options):
     """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
-    `matrices`: (matrix or vector, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors."""
+    `matrices`: (matrix or vector, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors; a
+    missing one is None."""
     rows = {"t": tiles["BLOCK_T"], "s": tiles["BLOCK_S"]}
     length, width = matrices[0][0].shape
     grid = width // H, triton.cdiv(length, rows["s" if kernel is _attention_dkv_kernel else "t"])
-    descriptors = [TensorDescriptor.from_tensor(x, [rows[kind], H][:x.dim()]) for x, kind in matrices]
+    descriptors = [x if x is None else TensorDescriptor.from_tensor(x, [rows[kind], H][:x.dim()])
+                   for x, kind in matrices]
     kernel[grid](*descriptors, *arrays, length, scale, H=H, **tiles, **options)
 
 
@@ -313,40 +319,47 @@ def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running
 @torch.library.custom_op("speedrun::attention_backward", mutates_args=())
 def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, bounds: Tensor, scale: float, paired: bool,
+    dv_more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
+    """dq, dk, dv + dv_more (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
     grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
     H, length, (first, after), delta = q.shape[2], bounds.shape[1], bounds, torch.empty_like(lse)
     dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
-    q, k, v, y, dy = (aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy))
+    q, k, v, y, dy, dv_more = (
+        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, dv_more))
     dq, dk, dv = (x.view(length, -1) for x in grads)
     _launch_attention(_attention_dq_kernel, dq_tiles,
                       [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")], [lse, delta, first], H, scale)
     _launch_attention(_attention_dkv_kernel, dkv_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (lse.view(-1), "t"),
-                       (delta.view(-1), "t")], [after], H, scale)
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dv_more, "s"),
+                       (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale)
     return grads
 
 
 @attention_backward.register_fake
-def _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired):
+def _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired, dv_more=None):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired, running_max):
+    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired, running_max, share_v):
+        ctx.set_materialize_grads(False)
         y, lse, bounds = attention_forward(q, k, v, cu_seqlens, window, scale, paired, running_max)
         ctx.save_for_backward(q, k, v, y, lse, bounds)
         ctx.scale, ctx.paired = scale, paired
-        return y
+        return (y, v.view_as(v)) if share_v else y
 
     @staticmethod
-    def backward(ctx, dy):
-        return *attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired), None, None, None, None, None
+    def backward(ctx, dy, dv_more=None):
+        grads = None, None, dv_more
+        if dy is not None:
+            grads = attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired, dv_more)
+        return *grads, None, None, None, None, None, None
 
 
-def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf):
+def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf,
+              share_v: bool = False):
     """Causal attention inside packed documents: each query looks at itself and at most `window` keys before it.
 
     q, k, v    (T, N, H), one floating-point dtype; the kernels want bf16, fp16 or fp32 and H a power of two, 16 to 256
@@ -359,9 +372,12 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     max_logit  a promise that |scale * q . k| is never larger: up to 60 (ATTENTION_SAFE_LOGIT) the kernel takes the
                exponentials as they are, with no running maximum: a forward pass 8 to 16% faster. A broken promise gives
                infinities. RMS-normed q and k without gains have at most scale * H (times sqrt(2) with the key offset)
+    share_v    also return v, to be read instead of v from there on: the backward pass then adds its gradient to that
+               of v before the one rounding, where autograd would add the two with a pass of its own
 
-    Returns y (T, N, H), contiguous, in q's dtype. Gradients reach q, k and v, and are bitwise repeatable. Inputs whose
-    rows are not H-contiguous, or paired ones whose tokens are not N*H-contiguous, are copied first. Raises ValueError.
+    Returns y (T, N, H), contiguous, in q's dtype, or (y, v). Gradients reach q, k and v, and are bitwise repeatable.
+    Inputs whose rows are not H-contiguous, or paired ones whose tokens are not N*H-contiguous, are copied first. Raises
+    ValueError.
     """
     T, N, H = q.shape if q.dim() == 3 else (0, 0, 0)
     require(T > 0 and q.shape == k.shape == v.shape,
@@ -376,12 +392,12 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     require(scale > 0, f"scale must be positive, not {scale}: negate q instead")
     require(not paired or N % 2 == 0, f"paired attention needs an even number of heads, not {N}: pass paired=False")
     if not use_kernel(q, k, v):
-        return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired)
+        return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, share_v=share_v)
     require(16 <= H <= 256 and H & (H - 1) == 0 and q.element_size() <= 4,
             f"the kernels take fp32, bf16 or fp16 heads of 16, 32, 64, 128 or 256, not {q.dtype} heads of {H}: "
             "use attention_reference (REFERENCE_OPS=1)")
     running_max = max_logit > ATTENTION_SAFE_LOGIT or q.dtype == torch.float16
-    return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max)
+    return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max, share_v)
 
 
 def flash_attention(
@@ -401,7 +417,8 @@ def flash_attention(
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
     """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
-    where either gives what is no number. It runs the kernels that training does, those of bounded logits."""
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where v is
+    read again and where it is not."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
@@ -409,8 +426,9 @@ def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
     for paired in (False, True):
         results = []
         for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
-            y = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired)
-            results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), qkv)])
+            y, v = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share_v=True)
+            loss = sum(x.float().square().sum() for x in ((y, v) if paired else (y,)))
+            results.append([y.detach(), *torch.autograd.grad(loss, qkv)])
         errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
     worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf

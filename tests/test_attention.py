@@ -102,9 +102,14 @@ def test_reference_memory_is_banded(T, window):
     assert largest.numel <= N * (T + block) * (window + 2 * block) * max(1, H // 8)
 
 
+def v_again(*qkv, **options):
+    y, v = attention(*qkv, share_v=True, **options)
+    return y * v
+
+
 @pytest.mark.no_poison
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("op", [attention, attention_reference])
+@pytest.mark.parametrize("op", [attention, attention_reference, v_again])
 def test_traces_whole(op, paired, device, force_kernels):
     """Forward and backward in one graph, reference and kernels alike."""
     case, options = make(80, [30], device=device), dict(window=20, scale=0.25, paired=paired)
@@ -122,6 +127,7 @@ def test_operators_are_registered_right(device):
         torch.library.opcheck(torch.ops.speedrun.attention_forward, forward)
         saved = torch.ops.speedrun.attention_forward(*forward)
         torch.library.opcheck(torch.ops.speedrun.attention_backward, (dy, q, k, v, *saved, 0.25, paired))
+        torch.library.opcheck(torch.ops.speedrun.attention_backward, (dy, q, k, v, *saved, 0.25, paired, dy.mT.mT))
 
 
 # --- the kernels ---
@@ -194,6 +200,57 @@ def test_strided_inputs(layout, paired, device, force_kernels):
     options = dict(window=17, scale=0.25, paired=paired)
     for got, want in zip(run(attention, *views, wide_dy, cu, **options), run(attention, q, k, v, dy, cu, **options)):
         assert torch.equal(got, want) and got.is_contiguous()
+
+
+def run_shared(op, q, k, v, dy, cu_seqlens, dv, **options):
+    """As `run`, where v is read again: dy reaches op's first result, dv the v that it returns. Either may be None, and
+    so are the gradients that nothing reaches."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    y, again = op(*leaves, cu_seqlens, share_v=True, **options)
+    assert torch.equal(again, v)
+    read, incoming = zip(*((x, dx) for x, dx in ((y, dy), (again, dv)) if dx is not None))
+    return y.detach(), *torch.autograd.grad(read, leaves, incoming, allow_unused=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
+@pytest.mark.parametrize("name", ["odd length, document longer than the window", "no padding", "tile-aligned"])
+def test_v_read_again(name, paired, dtype, device, force_kernels):
+    T, ends, window = CASES[name]
+    case, options = make(T, ends, dtype=dtype, device=device), dict(window=window, scale=0.25, paired=paired)
+    dv = 3 * case[3].flip(0)
+    got = run_shared(attention, *case, dv, **options)
+    assert all(x.is_contiguous() and x.dtype == dtype for x in got)
+    exact = run_shared(attention_reference, *(x.double() for x in case[:4]), case[4], dv.double(), **options)
+    assert_all_as_good(got, exact, run_shared(attention_reference, *case, dv, **options))
+    for a, b in zip(got[:3], run(attention, *case, **options)):
+        assert torch.equal(a, b), "y, dq or dk depends on the other gradient of v"
+
+
+def test_v_read_again_is_rounded_once(device, force_kernels):
+    """Less its own rounded gradient, v's is what that rounding left off."""
+    case, options = make(77, [30], dtype=LOW, device=device), dict(window=20, scale=0.25)
+    dv = run(attention, *case, **options)[3]
+    left = run_shared(attention, *case, -dv, **options)[3]
+    assert left.abs().max() > 0 and (left.abs() <= torch.finfo(LOW).eps / 2 * dv.abs()).all()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_v_read_again_or_not(paired, device, force_kernels, monkeypatch):
+    *case, cu = make(60, [29], device=device)
+    options = dict(window=17, scale=0.25, paired=paired)
+    for got, want in zip(run_shared(attention, *case, cu, None, **options), run(attention, *case, cu, **options)):
+        assert torch.equal(got, want)  # the returned v is not read
+    ones = run_shared(attention, *case, cu, torch.ones_like(case[3]), **options)
+    expanded = torch.ones((), device=device).expand_as(case[3])
+    wide = torch.ones(60, 2, 32, device=device)[..., ::2]
+    for dv in expanded, wide:
+        for got, want in zip(run_shared(attention, *case, cu, dv, **options), ones):
+            assert torch.equal(got, want)
+    monkeypatch.setattr(kernels, "attention_backward", None)  # only the returned v is read
+    q, k, v, dy = case
+    assert run_shared(attention, q, k, v, None, cu, dy, **options)[1:3] == (None, None)
+    assert torch.equal(run_shared(attention, q, k, v, None, cu, dy, **options)[3], dy)
 
 
 def test_gradients_follow_the_incoming_gradient(device, force_kernels):
@@ -297,7 +354,7 @@ def test_kernels_refuse(H, dtype, device, force_kernels):
 
 def test_the_probe_agrees_and_notices(device, force_kernels, monkeypatch):
     assert kernels.probe_attention(torch.device(device), 16, LOW) < 0.02
-    monkeypatch.setattr(kernels, "attention", lambda q, k, v, cu, **options: q * torch.nan + k + v)
+    monkeypatch.setattr(kernels, "attention", lambda q, k, v, cu, **options: (q * torch.nan + k + v, v))
     assert kernels.probe_attention(torch.device(device), 16, LOW) == math.inf
 
 
