@@ -445,7 +445,7 @@ NORM_EPS = torch.finfo(torch.float32).eps  # 2**-23, for every dtype
 POINTWISE_TILES = {
     "mix forward": dict(BLOCK=1024, WAVES=4096, STAGES=1, num_warps=1),
     "mix forward, peaks": dict(BLOCK=1024, WAVES=32, STAGES=1, num_warps=1),
-    "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=6, num_warps=1),
+    "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
     "injections backward": dict(ROWS=2, CHUNK=256, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on

@@ -263,6 +263,9 @@ def lookup_cases(s: Sizes) -> Iterator[Case]:
         kernels.lookup_add_reference([grad], rows, [d])
 
     yield Case("lookup_add_", ours, reference, lambda: [s.randn(V, D), s.randn(s.T, D)], costs, mutates=True)
+    gather = ({"copy": (s.T + len(rows.unique())) * D * s.model.dtype.itemsize},)
+    ops = (lambda table, op=op: op(rows, [table]) for op in (kernels.lookup_gather, kernels.lookup_gather_reference))
+    yield Case("lookup_gather", *ops, lambda: [s.randn(V, D)], gather)
 
 
 def banks(s: Sizes) -> dict[str, tuple[int, int, int]]:
