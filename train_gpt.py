@@ -839,23 +839,25 @@ class GPT(nn.Module):
         pairs = (qk, into_qkv), (v, into_qkv), (o, into_o), (self.mlp_bank[:L, 1], post_mlp)
         return Folded(*((matrices * scale.view(-1, 1, 1)).to(low) for matrices, scale in pairs))
 
+    @torch.no_grad()
     def refresh(self, fp8: bool) -> None:
         """Remake, in place, what micro-batches read instead of the parameters: folded matrices and FP8 copies."""
-        with torch.enable_grad():
-            self.fresh = self.fold()
-        with torch.no_grad():
-            if self.folded is None:
-                self.folded = Folded(*(x.detach().clone().requires_grad_() for x in self.fresh))
-                for x in self.folded:
-                    x.grad = torch.zeros_like(x)
-            for held, fresh in zip(self.folded, self.fresh):
-                held.copy_(fresh)
-            if fp8:
-                self._refresh_fp8()
+        fresh = self.fold()
+        if self.folded is None:
+            self.folded = Folded(*(x.clone().requires_grad_() for x in fresh))
+            for x in self.folded:
+                x.grad = torch.zeros_like(x)
+        for held, new in zip(self.folded, fresh):
+            held.copy_(new)
+        if fp8:
+            self._refresh_fp8()
 
     def unfold(self) -> None:
-        """Hand the folded matrices' gradients on to banks and lambdas, once a step."""
-        torch.autograd.backward(self.fresh, [x.grad for x in self.folded])
+        """Hand the folded matrices' gradients on to banks and lambdas, once a step.
+
+        Folds anew: a graph kept since refresh would tie the banks' gradients to its stream, and break graph capture.
+        """
+        torch.autograd.backward(self.fold(), [x.grad for x in self.folded])
         torch._foreach_zero_([x.grad for x in self.folded])
 
     def _refresh_fp8(self) -> None:
