@@ -1925,15 +1925,21 @@ class Trainer:
         return (total[0] / total[1]).item()
 
     def warm_up(self, log: RunLog) -> None:
-        """Run validation and a full step of every shape the schedule holds, then restore the state exactly."""
+        """Run validation and full steps of every shape the schedule holds, then restore the state exactly.
+
+        The widest shapes first: graphs share one pool, and narrower ones fit into the blocks that wider ones took.
+        """
         steps = warmup_steps(self.cfg)
         log.say("Compiling model and warming up kernels")
         log.say(f"Sampling steps {steps} for warmup")
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         with contextlib.closing(TrainLoader(self.cfg, self.plan, self.runtime, only=steps)) as loader:
-            for step in steps:
+            batches = {step: next(loader) for step in steps}
+        first_of_stage = {stage_index(self.cfg, step): step for step in reversed(steps)}.values()
+        for step in sorted(steps, key=lambda step: -stage_at(self.cfg, step).batch_tokens):
+            if step in first_of_stage:
                 self.validate(step, limit=1)
-                self.train_step(step, next(loader))
+            self.train_step(step, batches[step])
         self.validate(self.cfg.total_steps, limit=1)
         self.load({"model": weights, "optimizer": None})
         self.enter(0)

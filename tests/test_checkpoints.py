@@ -206,15 +206,20 @@ def test_warm_up_leaves_no_trace(workplace):
     assert places == [p.data_ptr() for p in warm.model.parameters()]
 
 
-def test_the_warm_up_cuts_the_data_once(workplace, monkeypatch):
+def test_the_warm_up_cuts_the_data_once_and_takes_the_widest_steps_first(workplace, monkeypatch):
     cut, made = train_gpt.cut_batches, []
     cfg, log = tiny(val_tokens=1024), SimpleNamespace(say=lambda text: None)
     trainer = Trainer(cfg, train_gpt.data_plan(cfg, 8), Runtime(), "reference", fp8=False)
     monkeypatch.setattr(train_gpt, "cut_batches", lambda *given: made.append(given) or cut(*given))
-    for name in ("train_step", "validate"):
-        monkeypatch.setattr(Trainer, name, lambda *_, **__: None)
+    trained, validated = [], []
+    monkeypatch.setattr(Trainer, "train_step", lambda _, step, batches: trained.append(step))
+    monkeypatch.setattr(Trainer, "validate", lambda _, step, limit: validated.append(step))
     trainer.warm_up(log)
     assert len(made) == 1
+    sizes = [train_gpt.stage_at(cfg, step).batch_tokens for step in trained]
+    assert sorted(trained) == train_gpt.warmup_steps(cfg) and sizes == sorted(sizes, reverse=True)
+    stages = [train_gpt.stage_index(cfg, step) for step in validated]
+    assert sorted(stages[:-1]) == [0, 1, 2, 3] and validated[-1] == cfg.total_steps
 
 
 def test_garbage_collection_rests_while_the_clock_runs(call, monkeypatch):
