@@ -1,10 +1,16 @@
-"""The kernels' file as a text: its table of contents, and functions that fit a screen or two."""
+"""The kernels' files as texts: table of contents, functions that fit a screen or two; and every launch of a step."""
 
 import ast
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from kernel_tools import needs_triton
 
 import dc_triton_kernels
 import triton_kernels
@@ -20,3 +26,14 @@ def test_the_table_of_contents_is_the_banners_in_order():
 def test_no_function_passes_90_lines(module):
     functions = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.FunctionDef)]
     assert functions and max(node.end_lineno - node.lineno + 1 for node in functions) <= 90
+
+
+@needs_triton
+def test_every_launch_of_a_step_compiles():
+    """With its absent arguments and settings, for sm_90: forward, backward, optimizer and validation."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    worker = [sys.executable, Path(__file__).with_name("launch_worker.py")]
+    done = subprocess.run(worker, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert not told["failed"] and len(told["launched"]) > 30
