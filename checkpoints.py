@@ -98,7 +98,7 @@ def newest(paths: Iterator[Path]) -> Path | None:
 
 def find(where: str, logs: Path = Path("logs")) -> Path:
     """`latest`: the newest state in logs/; a run's name or folder: its newest; else the file itself. Or ValueError."""
-    folder = next((path for path in (Path(where), logs / where) if path.is_dir()), None)
+    folder = None if where == "latest" else next((p for p in (Path(where), logs / where) if p.is_dir()), None)
     if where != "latest" and not folder:
         return Path(where)
     found = newest(folder.glob("state_step*.pt") if folder else logs.glob("*/state_step*.pt"))

@@ -44,6 +44,7 @@ class RowExchange:
         self.rank, self.world_size, self.owned = rank, world_size, len(table) // world_size
         self.mask = torch.zeros(len(table), dtype=torch.bool, device=table.device)
         self.counted = torch.cuda.Event() if table.is_cuda else None
+        self.upto: Tensor | None = None  # (rows,) int32, touched rows up to each, from the last touch() to send()
         self.counts: Tensor | None = None  # (ranks, owners) on the host, from the last touch() to send()
         self.received: tuple[Tensor, Tensor] | None = None  # own rows and gradients, from send() to add()
         self.bytes = self.dense_bytes = 0  # of the last update: what the busiest rank would send or receive either way

@@ -1,7 +1,7 @@
 """What a run asks of its machine before any GPU work (ranks, GPU, compiler, log folder), and the log it writes.
 
-Each check gives one sentence that names rule, value and remedy, or '' where nothing is wrong, so that a user reads all
-of them at once.
+check_* give one sentence that names rule, value and remedy, or '' where nothing is wrong, so that a user reads all of
+them at once; launched_ranks and try_gpu raise ValueError with theirs.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def check_device(preset: str, world_size: int) -> str:
     if not torch.cuda.is_available():
         if preset == "demo":
             return ""
-        return "no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run ./run.sh demo."
+        return "no NVIDIA GPU is visible, and preset=record needs one or more: on this machine run ./run.sh demo."
     if torch.version.hip:
         return "ROCm builds of PyTorch are not supported: use NVIDIA GPUs (Ampere or newer), or the demo on a CPU."
     major, minor = torch.cuda.get_device_capability()

@@ -44,7 +44,9 @@ try:
 except ImportError:  # a Python without pip: its packages are somebody else's care
     sys.exit()
 
-for line in open("requirements.txt"):
+for line in open(sys.argv[1]):
+    if not line.strip() or line.startswith(("#", "-r")):
+        continue
     pin = Requirement(line.strip())
     if pin.marker and not pin.marker.evaluate():
         continue
@@ -80,7 +82,7 @@ esac
 
 choose_python requirements.txt $run_modules
 for option in "$@"; do
-    case "$option" in show=?* | preset=demo) exec "$python" train_gpt.py "$@" ;; esac
+    case "$option" in -h | --help | show=?* | preset=demo) exec "$python" train_gpt.py "$@" ;; esac
 done
 nproc=${NPROC:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
 PREFLIGHT_WORLD_SIZE=$nproc "$python" train_gpt.py "$@"

@@ -460,17 +460,17 @@ def validated(cfg: RunConfig) -> RunConfig:
     for name in ("train_files", "val_files"):
         if not getattr(cfg, name):
             raise ValueError(f"{name}= names the shards and may not be empty: leave it out for the preset's own.")
-    if cfg.run_id and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,99}", cfg.run_id):
-        raise ValueError(f"run_id= names a log: up to 100 letters, digits, - _ and inner dots; got {cfg.run_id!r}.")
+    if cfg.run_id and not re.fullmatch(r"(?!latest$)\w([\w.-]{,98}[\w-])?", cfg.run_id, re.ASCII):
+        raise ValueError(f"run_id= takes up to 100 letters, digits, - _, inner dots, not latest; got {cfg.run_id!r}.")
     return cfg
 
 
 # === §2 Runtime ===
-# Owns ranks, devices, the log and the checks that speak before anything is compiled. Changing it needs no new baseline.
+# Owns ranks, devices, the log's header, what must agree to resume. Changing it needs no new baseline.
 
 PIECES = 8  # a global batch is cut into as many pieces on any number of GPUs, so that all of them see the same data
 ROOT = Path(__file__).resolve().parent
-SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py")  # what a run is made of: embedded in its log
+SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py", "exchange.py")  # decide a run's numbers
 MAY_DIFFER = {"run_id", "resume", "checkpoint_every", "val_every", "show"}  # options, where a run goes on
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after so long without the other ranks, one gives up
 
@@ -530,7 +530,7 @@ def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
 
 
 def facts(cfg: RunConfig) -> dict[str, dict]:
-    """What a run is: its options and the start of each source's sha256. Both must agree where another goes on."""
+    """What a run is: its options and the start of each of SOURCES' sha256. Both must agree where another goes on."""
     sources = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16] for name in SOURCES}
     return {"config": {name: getattr(cfg, name) for name in OPTIONS}, "sources": sources}
 
@@ -573,7 +573,7 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-Mixture = list[tuple[Tensor | None, Tensor]]  # (lambda, per-token gate or None for 1; stream) pairs to be summed
+Mixture = list[tuple[Tensor | None, Tensor]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
 
 
 def mix(mixture: Mixture, *, normed: bool, **options) -> tuple[Tensor | None, ...]:
@@ -710,7 +710,7 @@ class Streams(NamedTuple):
     """What layers share. Each read of an iterator is an alias, so that gradients meet in one sum: see kernels.fan."""
 
     bigram: Iterator[Tensor]
-    value_embeds: list[tuple[Tensor, Tensor]]  # (T, D) each, and a copy of the first columns
+    value_embeds: list[tuple[Tensor, Tensor]]  # (T, D) each, and their first columns
     caches: dict[str, Iterator[Tensor]]  # earlier outputs by name
     norms: dict[str, Iterator[Tensor]]  # norm of each cache that attention reads
     gates: dict[tuple[str, int], Tensor]  # lanes by (name, layer)
@@ -828,7 +828,7 @@ class GPT(nn.Module):
         self.cos, self.sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
 
     def fold(self) -> Folded:
-        """Scale the matrices; gradients reach banks and lambdas."""
+        """Banks times their lambdas, in the banks' dtype, without padding; gradients reach both."""
         D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
         low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
         into_qkv, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
@@ -1064,7 +1064,7 @@ class ParamState:
     param: nn.Parameter
     shard: Tensor  # view of param: own rows (Adam) or own matrices (NorMuon); everything where replicated
     hyper: Tensor | None = None  # this step's numbers, a slice of the optimizer's device buffer
-    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work; in a whole: its place
+    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work
     pending: list[dist.Work] = field(default_factory=list)
     steps: int = 0  # Adam updates so far
     exp_avg: Tensor | None = None  # Adam moments, fp32
@@ -1809,11 +1809,13 @@ class Clock:
 
 
 class MicroStep:
-    """Forward and backward of one micro-batch, adding to the parameters' gradients. Returns the scaled loss, 0-d.
+    """Forward and backward of one micro-batch, adding to the gradients of parameters and folded matrices. Returns the
+    scaled loss, 0-d.
 
     On a GPU each shape is captured once as a CUDA graph and replayed, so that Python costs nothing per kernel. What
     changes between replays lies in static tensors: the batch and the multi-token weights are copied in; parameters,
-    gradients, FP8 copies and rotary tables stay where they are. Graphs share one pool, as only one runs at a time.
+    folded matrices, gradients, FP8 copies and rotary tables stay where they are. Graphs share one pool, as only one
+    runs at a time.
     """
 
     def __init__(self, model: GPT, scale: float, filled: bool):
@@ -1996,10 +1998,10 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
         for step in range(first, total + 1):
             if cfg.checkpoint_every and step > first:
                 due |= step % cfg.checkpoint_every == 0 or step == total
-            if (due or watch.agreed) and (
-                not is_adam_step(step) or step == total
-            ):  # no gradient waits for an Adam step
+            no_gradient_waits = not is_adam_step(step) or step == total
+            if (due or watch.agreed) and no_gradient_waits:
                 clock.stop()
+                bar.clear()
                 path, due = trainer.save(log, step, clock.seconds), False
                 clock.start()
                 watch.leave(f"after step {step} of {total}: go on with resume={path}")
@@ -2020,7 +2022,8 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
             if step == first | 1 and (exchange := trainer.optimizer.states["bigram_embed"].exchange):
                 log.write(f"bigram_embed: {exchange}")
             watch.observe(step, loss, PIECES / stage_at(cfg, step).batch_tokens / sum(mtp_weights(cfg, step)))
-            bar.set_postfix_str(f"val_loss {val_loss:.4f}", refresh=False)
+            if val_loss == val_loss:  # none yet after resuming
+                bar.set_postfix_str(f"val_loss {val_loss:.4f}", refresh=False)
             bar.update()
     return val_loss
 
@@ -2070,21 +2073,18 @@ def param_rows(cfg: RunConfig) -> list[dict]:
 
 def schedule_rows(cfg: RunConfig) -> list[dict]:
     s, ends, events = cfg.schedule, stage_ends(cfg), {}
-    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"), (cfg.total_steps, "end"))
+    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"))
+    moments += ((cfg.total_steps - s.momentum_cooldown, "momentum falls"), (cfg.total_steps, "last validation"))
     cooldown = (int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
     warm = (min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
     for step, event in ((0, "start"), *((end, "stage change") for end in ends[:-2]), *moments, cooldown, warm):
         events[step] = f"{events[step]}, {event}" if step in events else event
     rows = []
     for step, event in sorted(events.items()):
-        stage, view = stage_at(cfg, step), view_at(cfg, step)
-        row = {
-            "step": step,
-            "stage": stage_index(cfg, step),
-            "tokens": stage.batch_tokens,
-            "max doc": stage.max_doc_len,
-        }
-        row |= {"short": view.short, "long": view.long, "softmax scale": f"{view.scale:.6f}"}
+        stage, view = stage_at(cfg, step), val_view(cfg, step, cfg.attention)  # a step's windows are its validation's
+        row = {"step": step, "stage": stage_index(cfg, step), "tokens": stage.batch_tokens}
+        row |= {"max doc": stage.max_doc_len, "short": view.short, "long": view.long}
+        row["softmax scale"] = f"{view.scale:.6f}"
         row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
         rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
     return rows

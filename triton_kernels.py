@@ -946,7 +946,7 @@ def leading(x, width: int):
     """x (T, D), to be read instead of x, and a copy of its first columns (T, width).
 
     The copy's gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
-    do, but not a stream of `mix` without a coefficient.
+    do, but not a stream of `mix` without a coefficient (unless it is the only one, and the sum's norm alone is read).
     """
     return _Leading.apply(x, width) if use_kernel(x) else (x, x[:, :width])
 

@@ -33,6 +33,8 @@ def measure(cfg: train_gpt.RunConfig, plan: train_gpt.DataPlan, world_size: int)
 
 
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        return print(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         options = list(argv)
         if not any(word.startswith("train_files=") for word in argv):

@@ -251,7 +251,11 @@ def test_latest_is_the_newest_state(workplace):
         path.touch()
         os.utime(path, (k, k))
     (workplace / "logs" / "new" / ".state_step000012.pt.77.tmp").touch()  # of a process that was killed
-    assert checkpoints.find("latest") == Path("logs/new/state_step000010.pt")
+    Path("latest").mkdir()
+    Path("logs/latest").mkdir()
+    Path("logs/latest/state_step000001.pt").touch()
+    os.utime("logs/latest/state_step000001.pt", (1, 1))
+    assert checkpoints.find("latest") == Path("logs/new/state_step000010.pt")  # the word, whatever bears it as a name
     assert checkpoints.find("old") == Path("logs/old/state_step000900.pt")
     assert checkpoints.find("somewhere/x.pt") == Path("somewhere/x.pt")
 
@@ -335,6 +339,10 @@ DAMAGES = {
     "another source": (
         swap("sources", "triton_kernels.py", value="0123456789abcdef"),
         OTHER.format(r"triton_kernels\.py \(0123456789abcdef there, [0-9a-f]{16} here\)"),
+    ),
+    "another sibling": (
+        swap("sources", "exchange.py", value="0123456789abcdef"),
+        OTHER.format(r"exchange\.py \(0123456789abcdef there, [0-9a-f]{16} here\)"),
     ),
 }
 

@@ -159,7 +159,7 @@ def test_variants(variant, steps, fields):
     assert (demo.table, demo.model.plan, demo.model.sign_rows > 0) == (cfg.table, cfg.model.plan, variant == "v3")
 
 
-RUN_ID = "run_id= names a log: up to 100 letters, digits, - _ and inner dots; got "
+RUN_ID = "run_id= takes up to 100 letters, digits, - _, inner dots, not latest; got "
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,8 @@ RUN_ID = "run_id= names a log: up to 100 letters, digits, - _ and inner dots; go
         (["run_id=a/b"], RUN_ID + r"'a/b'\."),
         (["run_id=.."], RUN_ID + r"'\.\.'\."),
         (["run_id=.hidden"], RUN_ID + r"'\.hidden'\."),
+        (["run_id=a."], RUN_ID + r"'a\.'\."),
+        (["run_id=latest"], RUN_ID + r"'latest'\."),
     ],
 )  # fmt: skip
 def test_bad_options(refuse, words, sentence):
@@ -265,14 +267,15 @@ def test_the_schedule_shows_every_event(capfd, variant, split):
     table = shown(capfd, "show=schedule", f"variant={variant}")
     assert re.search(rf"^{split} .*embed splits", table, re.M)
     assert len(re.findall("stage change", table)) == 2
-    for event in ("start", "momentum is warm", "cooldown starts", "extension", "end"):
+    for event in ("start", "momentum is warm", "cooldown starts", "momentum falls", "extension"):
         assert event in table
+    assert re.search(r"2560 .* last validation$", table, re.M)  # which looks further back than any step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Refusals: the machine and the launcher
 
-NO_GPU = r"no NVIDIA GPU is visible, and preset=record needs 1 to 8 of them: on this machine run \./run\.sh demo\."
+NO_GPU = r"no NVIDIA GPU is visible, and preset=record needs one or more: on this machine run \./run\.sh demo\."
 
 
 def no_shards(kind: str, folder: str = "") -> str:
@@ -679,12 +682,12 @@ def test_a_second_run_of_that_name_is_refused_and_the_log_is_kept(finished, monk
 
 def test_only_project_files_count_as_sources(tmp_path, monkeypatch):
     """What an environment inside the project's folder has installed is not the project's, whatever its name is."""
-    ours = ["train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py", "data/ours.py"]
+    ours = [*train_gpt.SOURCES, "data/ours.py"]
     others = ["venv/lib/python3.12/site-packages/theirs.py", "env/lib/python3.12/site-packages/binary.so"]
     for name in ours + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff\xfe\x00" if name.endswith(".so") else f"# {name}\r\n".encode())
-    for name in ours[3:] + others:
+    for name in ours[-1:] + others:
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(tmp_path / name)))
     monkeypatch.setattr(train_gpt, "ROOT", tmp_path)
     assert project_sources() == {name: f"# {name}\r\n" for name in ours}
