@@ -907,9 +907,12 @@ class _Fan(torch.autograd.Function):
 
 
 def fan(x):
-    """Iterator of aliases of x (T, D), up to six: one for each place that reads x, so that one pass sums their
-    gradients."""
-    return iter(_Fan.apply(x)) if use_kernel(x) and x.element_size() <= 4 else itertools.repeat(x, 6)
+    """Endless iterator of aliases of x (T, D): one for each place that reads x, so that one pass sums their gradients
+    (a pass more for every five beyond the first five)."""
+    while use_kernel(x) and x.element_size() <= 4:
+        *aliases, x = _Fan.apply(x)
+        yield from aliases
+    yield from itertools.repeat(x)
 
 
 class _Previous(torch.autograd.Function):
