@@ -82,6 +82,8 @@ def write(path: Path, state: dict[str, object]) -> str:
     """Save a state. One sentence where that fails, else ''."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(".state_step*.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink()
         with whole_file(path) as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:  # torch wraps some of the disk's errors

@@ -613,6 +613,13 @@ def no_space(state, file):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+    left, other = tmp_path / ".state_step000002.pt.77.tmp", tmp_path / "mine.tmp"
+    left.touch(), other.touch()
+    assert checkpoints.write(tmp_path / "state_step000004.pt", {}) == ""
+    assert not left.exists() and other.exists() and (tmp_path / "state_step000004.pt").exists()
+
+
 def test_a_full_disk(call, workplace, monkeypatch):
     """One sentence, nothing partial, the last good state kept and named."""
     save, calls = torch.save, []
