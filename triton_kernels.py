@@ -447,7 +447,7 @@ POINTWISE_TILES = {
     "mix forward, peaks": dict(BLOCK=1024, WAVES=32, STAGES=1, num_warps=1),
     "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
-    "injections backward": dict(ROWS=2, CHUNK=256, num_warps=1),
+    "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),

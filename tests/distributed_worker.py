@@ -33,6 +33,7 @@ def train(runtime: Runtime) -> dict:
     plan = train_gpt.data_plan(cfg, runtime.pieces)
     trainer = Trainer(cfg, plan, runtime, "reference", fp8=False)
     randomize(trainer.model, size=0.02)
+    trainer.model.refresh(fp8=False)
     model, optimizer = trainer.model, trainer.optimizer
     with torch.no_grad():
         model.embed.copy_(model.lm_head.T)

@@ -686,6 +686,7 @@ def demo(tmp_path_factory):
     plan = train_gpt.DataPlan([], [folder / "val_000000.bin"], {2048: 128})
     trainer = Trainer(cfg, plan, Runtime(), "reference", fp8=False)
     randomize(trainer.model, size=0.05)
+    trainer.model.refresh(fp8=False)
     with inside(folder):
         trainer.save(SimpleNamespace(path=Path("logs/demo.txt"), say=lambda text: None), 102, 1.0)
     return SimpleNamespace(folder=folder, trainer=trainer, state=state_file(folder, "demo", 102))

@@ -442,7 +442,7 @@ fineweb.CHUNK_CHARS = 500
 class SlowBytes(fineweb.ByteEncoding):
     def encode_ordinary(self, text):
         open({mark!r}, "w").close()
-        time.sleep(0.2)
+        time.sleep(1)
         return super().encode_ordinary(text)
 if __name__ == "__main__":
     fineweb.run_tool(lambda: fineweb.tokenize([{source!r}], {out!r}, SlowBytes(), workers=2) and 0)
