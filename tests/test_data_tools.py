@@ -457,9 +457,9 @@ def test_workers_leave_with_a_parent_that_is_stopped(source, tmp_path, stop):
         SLOW_RUN.format(data=str(ROOT / "data"), mark=str(mark), source=str(source), out=str(tmp_path / "mine"))
     )
     command = [sys.executable, str(script)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True
-    )
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a shell's background jobs ignore it
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, start_new_session=True, text=True, preexec_fn=heard)
     while not mark.exists() and process.poll() is None:
         time.sleep(0.02)
     if stop == "SIGINT":  # as Ctrl+C does: to the whole group
