@@ -17,6 +17,7 @@ import torch
 from helpers import small_run, write_random_shards
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker runs them, so each world size runs once
 GPUS = torch.cuda.device_count()
 NCCL = [pytest.param(n, "cuda", marks=pytest.mark.skipif(GPUS < 2, reason="two GPUs"), id=f"nccl-{n}") for n in (1, 2)]
 RUNS = [pytest.param(n, "cpu", id=f"gloo-{n}") for n in (1, 2, 4, 8)] + NCCL
