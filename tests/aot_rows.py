@@ -122,6 +122,14 @@ def matrix_rows():
             signature |= dict.fromkeys(("left_line", "right_line", "out_line", "T", "F", "D"), "i32:16") | used
             yield row(f"mlp {product} {card}", kernels._mlp_kernel, archs if product != "fp8" else archs[-1:],
                       signature, tiles, FP8=product == "fp8", BACKWARD=product == "dpre", **dict.fromkeys(unused))
+    tiles = kernels.PRODUCT_TILES
+    views = dict(left=("BLOCK_T", "BLOCK_K"), right=("BLOCK_K", "BLOCK_N"))
+    views |= {f"more_{name}": view for name, view in views.items()}
+    signature = {name: f"tensordesc<bf16[{tiles[a]}, {tiles[b]}]>" for name, (a, b) in views.items()}
+    signature["out"] = f"tensordesc<bf16[{tiles['BLOCK_T']}, {tiles['BLOCK_N'] // 2}]>"
+    signature |= dict.fromkeys(("T", "N", "K", "K_MORE"), "i32:16")
+    yield row("product", kernels._product_kernel, (90,), signature, tiles, more_left=None, more_right=None, K_MORE=None)
+    yield row("product of two terms", kernels._product_kernel, (90,), signature, tiles)
     signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", blocks="i32")
     yield row("quantize peak", kernels._quantize_peak_kernel, (80, 90), signature, kernels.QUANTIZE_TILES)
     yield row("quantize cast", kernels._quantize_cast_kernel, (89, 90),

@@ -319,6 +319,21 @@ def test_mlp_gradient_scales_with_the_incoming_one(device, force_kernels):
     assert all(torch.equal(2 * a, b) for a, b in zip(once, twice))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T,N,depths", [(1, 8, [16]), (37, 20, [48, 24]), (300, 260, [70])]
+                         + [(16384, 768, [1536, 768]), (16384, 768, [3072])] * GPU)
+def test_product(T, N, depths, dtype, device, force_kernels):
+    """One or two terms, rounded once; rows that are not dense and aligned are no different."""
+    lefts = [values(T, K, dtype=dtype, device=device, seed=K) for K in depths]
+    rights = [values(K, N, dtype=dtype, device=device, seed=K + 1) for K in depths]
+    got, exact, eager = kernels.product(lefts, rights), 0, 0
+    for left, right in zip(lefts, rights):
+        exact, eager = exact + left.double() @ right.double(), eager + left @ right
+    assert_as_good_as_eager("product", got, exact, eager)
+    assert torch.equal(got, kernels.product([sheared(x) for x in lefts], [sheared(x) for x in rights]))
+    torch.library.opcheck(kernels.product, (lefts, rights), test_utils="test_faketensor")
+
+
 def test_mlp_reference_gradient_in_double():
     inputs = [x.requires_grad_() for x in mlp_inputs(5, 4, 6, torch.float64, "cpu")[:3]]
     assert torch.autograd.gradcheck(mlp, inputs)

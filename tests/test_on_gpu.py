@@ -109,6 +109,7 @@ def test_a_replayed_graph_gives_the_eager_gradients(warm, step):
         for parameter in parameters.values():
             parameter.grad.zero_()
         loss = micro_step(batch, view, weights)
+        warm.model.unfold()  # what folded matrices gathered goes on to banks and lambdas
         return {"loss": loss.clone()} | {name: parameter.grad.clone() for name, parameter in parameters.items()}
 
     one, other, *_ = batches_of(warm, step)
