@@ -630,15 +630,15 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View"
-) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents over `window` earlier tokens, as the run chose, and v for its later readers."""
+) -> tuple[Tensor, ...]:
+    """Causal attention inside documents over `window` earlier tokens, as the run chose; q, k, v for later readers."""
     options = dict(window=window, scale=view.scale, paired=paired)
     if view.attention == "torch":
-        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), v
+        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), q, k, v
     if view.attention == "reference":
-        return kernels.attention_reference(q, k, v, cu_seqlens, **options), v
+        return kernels.attention_reference(q, k, v, cu_seqlens, share=True, **options)
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
-    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, share_v=True, **options)
+    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, share=True, **options)
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -1023,7 +1023,7 @@ class GPT(nn.Module):
             v, _ = mix([(None, v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
         window = view.long if spec.window == "long" else view.short
-        y, v = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
+        y, q, k, v = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
             window = self.cfg.dc_window

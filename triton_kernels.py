@@ -113,7 +113,7 @@ def _attention_first_key(cu_seqlens, length, window, streams=1):
     return torch.maximum(start, t - window)
 
 
-def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False, share_v=False):
+def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False, share=False):
     """What `attention` computes, in eager torch (fp32 inside for 16-bit inputs): blocks of queries, each against the
     blocks of keys that its window can reach, so memory is O(T x (window + block)). Differentiable by plain autograd."""
     T, N, H = q.shape
@@ -138,7 +138,7 @@ def attention_reference(q, k, v, cu_seqlens, *, window, scale, paired=False, sha
     mask = torch.where((s < first) | (s > t), -math.inf, 0.0)
     y = torch.softmax((cut(q, 0) * scale) @ band(k).mT + mask, -1) @ band(v)
     y = y.transpose(1, 2).reshape(blocks * block, heads, H)[:length].reshape(T, N, H).to(q.dtype)
-    return (y, v) if share_v else y
+    return (y, q, k, v) if share else y
 
 
 @jit
@@ -199,10 +199,11 @@ def _attention_forward_kernel(
 
 @jit
 def _attention_dq_kernel(
-    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
+    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, dq_more_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
-    """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below."""
+    """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below. dq_more, unless
+    None, is added before the one rounding."""
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4
     t = t0 + tl.arange(0, BLOCK_T)
@@ -220,18 +221,22 @@ def _attention_dq_kernel(
         p = tl.exp2(logit * (scale * 1.4426950408889634) - lse[:, None])
         p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
-    dq_desc.store([t0, head * H], (dq * scale).to(dq_desc.dtype))
+    dq *= scale
+    if dq_more_desc is not None:
+        dq += dq_more_desc.load([t0, head * H]).to(tl.float32)
+    dq_desc.store([t0, head * H], dq.to(dq_desc.dtype))
 
 
 @jit
 def _attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, dv_more_desc, lse_desc, delta_desc, after_ptr, length, scale,
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, dk_more_desc, dv_more_desc, lse_desc,
+    delta_desc, after_ptr, length, scale,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile. lse and delta come through the copy engine like
-    the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dv_more, unless
-    None, is added to dv before its one rounding."""
+    the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dk_more and
+    dv_more, unless None, are added before the one rounding."""
     head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
     pitch = tl.cdiv(length, 4) * 4
     s = s0 + tl.arange(0, BLOCK_S)
@@ -249,7 +254,10 @@ def _attention_dkv_kernel(
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    dk_desc.store([s0, head * H], (dk * scale).to(dk_desc.dtype))
+    dk *= scale
+    if dk_more_desc is not None:
+        dk += dk_more_desc.load([s0, head * H]).to(tl.float32)
+    dk_desc.store([s0, head * H], dk.to(dk_desc.dtype))
     if dv_more_desc is not None:
         dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
@@ -319,47 +327,49 @@ def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running
 @torch.library.custom_op("speedrun::attention_backward", mutates_args=())
 def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, bounds: Tensor, scale: float, paired: bool,
-    dv_more: Tensor | None = None,
+    dq_more: Tensor | None = None, dk_more: Tensor | None = None, dv_more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv + dv_more (T, N, H). Two kernels and no atomics, so the same inputs give the same bits."""
+    """dq, dk, dv (T, N, H), each with what more there is of it. Two kernels, no atomics: same inputs, same bits."""
     grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
     H, length, (first, after), delta = q.shape[2], bounds.shape[1], bounds, torch.empty_like(lse)
     dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
-    q, k, v, y, dy, dv_more = (
-        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, dv_more))
+    q, k, v, y, dy, dq_more, dk_more, dv_more = (
+        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, dq_more, dk_more, dv_more))
     dq, dk, dv = (x.view(length, -1) for x in grads)
     _launch_attention(_attention_dq_kernel, dq_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t")], [lse, delta, first], H, scale)
+                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t"), (dq_more, "t")],
+                      [lse, delta, first], H, scale)
     _launch_attention(_attention_dkv_kernel, dkv_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dv_more, "s"),
-                       (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale)
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dk_more, "s"),
+                       (dv_more, "s"), (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale)
     return grads
 
 
 @attention_backward.register_fake
-def _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired, dv_more=None):
+def _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired, dq_more=None, dk_more=None,
+                               dv_more=None):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired, running_max, share_v):
+    def forward(ctx, q, k, v, cu_seqlens, window, scale, paired, running_max, share):
         ctx.set_materialize_grads(False)
         y, lse, bounds = attention_forward(q, k, v, cu_seqlens, window, scale, paired, running_max)
         ctx.save_for_backward(q, k, v, y, lse, bounds)
         ctx.scale, ctx.paired = scale, paired
-        return (y, v.view_as(v)) if share_v else y
+        return (y, *(x.view_as(x) for x in (q, k, v))) if share else y
 
     @staticmethod
-    def backward(ctx, dy, dv_more=None):
-        grads = None, None, dv_more
+    def backward(ctx, dy, *more):
+        grads = more or (None, None, None)
         if dy is not None:
-            grads = attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired, dv_more)
+            grads = attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired, *more)
         return *grads, None, None, None, None, None, None
 
 
 def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf,
-              share_v: bool = False):
+              share: bool = False):
     """Causal attention inside packed documents: each query looks at itself and at most `window` keys before it.
 
     q, k, v    (T, N, H), one floating-point dtype; the kernels want bf16, fp16 or fp32 and H a power of two, 16 to 256
@@ -372,10 +382,10 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     max_logit  a promise that |scale * q . k| is never larger: up to 60 (ATTENTION_SAFE_LOGIT) the kernel takes the
                exponentials as they are, with no running maximum: a forward pass 8 to 16% faster. A broken promise gives
                infinities. RMS-normed q and k without gains have at most scale * H (times sqrt(2) with the key offset)
-    share_v    also return v, to be read instead of v from there on: the backward pass then adds its gradient to that
-               of v before the one rounding, where autograd would add the two with a pass of its own
+    share      also return q, k and v, to be read instead of them from there on: the backward pass then adds their
+               gradients to its own before the one rounding, where autograd would add the two with a pass of its own
 
-    Returns y (T, N, H), contiguous, in q's dtype, or (y, v). Gradients reach q, k and v, and are bitwise repeatable.
+    Returns y (T, N, H), contiguous, in q's dtype, or (y, q, k, v). Gradients reach q, k, v and are bitwise repeatable.
     Inputs whose rows are not H-contiguous, or paired ones whose tokens are not N*H-contiguous, are copied first. Raises
     ValueError.
     """
@@ -392,12 +402,12 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
     require(scale > 0, f"scale must be positive, not {scale}: negate q instead")
     require(not paired or N % 2 == 0, f"paired attention needs an even number of heads, not {N}: pass paired=False")
     if not use_kernel(q, k, v):
-        return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, share_v=share_v)
+        return attention_reference(q, k, v, cu_seqlens, window=window, scale=scale, paired=paired, share=share)
     require(16 <= H <= 256 and H & (H - 1) == 0 and q.element_size() <= 4,
             f"the kernels take fp32, bf16 or fp16 heads of 16, 32, 64, 128 or 256, not {q.dtype} heads of {H}: "
             "use attention_reference (REFERENCE_OPS=1)")
     running_max = max_logit > ATTENTION_SAFE_LOGIT or q.dtype == torch.float16
-    return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max, share_v)
+    return _Attention.apply(q, k, v, cu_seqlens, window, scale, paired, running_max, share)
 
 
 def flash_attention(
@@ -417,8 +427,8 @@ def flash_attention(
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
     """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
-    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where v is
-    read again and where it is not."""
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where q, k
+    and v are read again and where v alone is."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
@@ -426,9 +436,9 @@ def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
     for paired in (False, True):
         results = []
         for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
-            y, v = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share_v=True)
-            loss = sum(x.float().square().sum() for x in ((y, v) if paired else (y,)))
-            results.append([y.detach(), *torch.autograd.grad(loss, qkv)])
+            read = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share=True)
+            loss = sum(x.float().square().sum() for x in (read[::3] if paired else read))
+            results.append([read[0].detach(), *torch.autograd.grad(loss, qkv)])
         errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
     worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf

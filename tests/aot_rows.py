@@ -25,14 +25,15 @@ def attention_rows():
                   dict(num_warps=4), STREAMS=streams, BLOCK=1024)
     both = {"forward": kernels._attention_forward_kernel, "dq": kernels._attention_dq_kernel,
             "dkv": kernels._attention_dkv_kernel}
-    extras = {"forward": [dict(RUNNING_MAX=False), dict(RUNNING_MAX=True)], "dq": [{}],
-              "dkv": [dict(dv_more_desc=None), {}]}
+    extras = {"forward": [dict(RUNNING_MAX=False), dict(RUNNING_MAX=True)], "dq": [dict(dq_more_desc=None), {}],
+              "dkv": [dict(dk_more_desc=None, dv_more_desc=None), dict(dk_more_desc=None), {}]}
     for (card, archs), H in itertools.product({"large": (90,), "small": (80,)}.items(), (128, 64)):
         for name, kernel in both.items():
             tiles = kernels.ATTENTION_TILES[card, name]
             queries, keys = tiles["BLOCK_T"], tiles["BLOCK_S"]
-            types = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq")}
-            types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" for x in ("k", "v", "dk", "dv", "dv_more")}
+            types = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq", "dq_more")}
+            types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" 
+                      for x in ("k", "v", "dk", "dv", "dk_more", "dv_more")}
             types |= {f"{x}_desc": f"tensordesc<fp32[{queries}]>" for x in ("lse", "delta")}
             for extra in extras[name]:
                 yield row(f"attention {name} {card} {H} {extra}", kernel, archs, plain | types, tiles, H=H, **extra)

@@ -45,7 +45,7 @@ def attention(device: str, paired: bool, running_max: bool) -> list[torch.Tensor
                 q, k, v = leaves(device, *[(203, heads, width)] * 3)
                 cu_seqlens = torch.tensor(boundaries, dtype=torch.int32).to(device)
                 promise = {} if running_max else {"max_logit": 20.0}
-                options = dict(window=window, scale=0.1, paired=paired, share_v=running_max, **promise)
+                options = dict(window=window, scale=0.1, paired=paired, share=running_max, **promise)
                 y = kernels.attention(q, k, v, cu_seqlens, **options)
                 made += backward(sum(y) if running_max else y, [q, k, v])
     return made

@@ -103,7 +103,7 @@ def test_reference_memory_is_banded(T, window):
 
 
 def v_again(*qkv, **options):
-    y, v = attention(*qkv, share_v=True, **options)
+    y, *_, v = attention(*qkv, share=True, **options)
     return y * v
 
 
@@ -202,14 +202,15 @@ def test_strided_inputs(layout, paired, device, force_kernels):
         assert torch.equal(got, want) and got.is_contiguous()
 
 
-def run_shared(op, q, k, v, dy, cu_seqlens, dv, **options):
-    """As `run`, where v is read again: dy reaches op's first result, dv the v that it returns. Either may be None, and
-    so are the gradients that nothing reaches."""
+def run_shared(op, q, k, v, dy, cu_seqlens, *more, **options):
+    """As `run`, where q, k and v are read again: dy reaches op's first result, `more` the q, k, v that it returns (one
+    alone: v). Any may be None, and so are the gradients that nothing reaches."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    y, again = op(*leaves, cu_seqlens, share_v=True, **options)
-    assert torch.equal(again, v)
-    read, incoming = zip(*((x, dx) for x, dx in ((y, dy), (again, dv)) if dx is not None))
-    return y.detach(), *torch.autograd.grad(read, leaves, incoming, allow_unused=True)
+    results = op(*leaves, cu_seqlens, share=True, **options)
+    assert all(map(torch.equal, results[1:], (q, k, v)))
+    incoming = dy, *(None,) * (3 - len(more)), *more
+    read, incoming = zip(*((x, dx) for x, dx in zip(results, incoming) if dx is not None))
+    return results[0].detach(), *torch.autograd.grad(read, leaves, incoming, allow_unused=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -225,6 +226,21 @@ def test_v_read_again(name, paired, dtype, device, force_kernels):
     assert_all_as_good(got, exact, run_shared(attention_reference, *case, dv, **options))
     for a, b in zip(got[:3], run(attention, *case, **options)):
         assert torch.equal(a, b), "y, dq or dk depends on the other gradient of v"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
+def test_q_k_and_v_read_again(paired, dtype, device, force_kernels):
+    case, options = make(77, [30], dtype=dtype, device=device), dict(window=20, scale=0.25, paired=paired)
+    more = [case[3].flip(0) * n for n in (1, 2, 3)]
+    wide = [*(x.double() for x in case[:4]), case[4], *(x.double() for x in more)]
+    exact = run_shared(attention_reference, *wide, **options)
+    eager = run_shared(attention_reference, *case, *more, **options)
+    assert_all_as_good(run_shared(attention, *case, *more, **options), exact, eager)
+    for i in range(3):  # one alone changes only its own gradient
+        one = [x if i == j else None for j, x in enumerate(more)]
+        pairs = zip(run_shared(attention, *case, *one, **options), run(attention, *case, **options))
+        assert [torch.equal(*pair) for pair in pairs] == [j != i + 1 for j in range(4)]
 
 
 def test_v_read_again_is_rounded_once(device, force_kernels):
