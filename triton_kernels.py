@@ -1852,21 +1852,23 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 PRODUCT_TILES = dict(BLOCK_T=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # of a large card; at its power
 # limit (H200, 2026-11-30, Triton 3.6, T = 49152) 287 us against cuBLAS's 310 for the gradient that queries, keys and
-# values give their input, and 356 against 366 for 3072 -> 768; with as deep a product as 768 cuBLAS is no slower
+# values give their input, 356 against 366 for 3072 -> 768, and as fast as cuBLAS for 768 -> 768 and more
 
 
 @jit
-def _product_kernel(left, right, more_left, more_right, out, T, N, K, K_MORE, BLOCK_T: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out (T, N) = left (T, K) right (K, N) [+ more_left (T, K_MORE) more_right (K_MORE, N)], rounded once. A program
-    walks every num_programs-th tile; tiles leave in two halves to halve the staging memory."""
+def _product_kernel(left, right, more_left, more_right, out, T, N, K, K_MORE, TRANSPOSED: tl.constexpr,
+                    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out (T, N) = left (T, K) right (K, N) [+ more_left (T, K_MORE) more_right (K_MORE, N)], rounded once. TRANSPOSED:
+    right is (N, K). A program walks every num_programs-th tile; tiles leave in two halves to halve the staging memory.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     tiles_N = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * tiles_N, tl.num_programs(0), flatten=True):
         t, n = tile // tiles_N * BLOCK_T, tile % tiles_N * BLOCK_N
         acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            acc = tl.dot(left.load([t, k]), right.load([k, n]), acc, input_precision="ieee")
+            factor = right.load([n, k]).T if TRANSPOSED else right.load([k, n])
+            acc = tl.dot(left.load([t, k]), factor, acc, input_precision="ieee")
         if more_left is not None:
             for k in range(0, K_MORE, BLOCK_K):
                 acc = tl.dot(more_left.load([t, k]), more_right.load([k, n]), acc, input_precision="ieee")
@@ -1876,12 +1878,12 @@ def _product_kernel(left, right, more_left, more_right, out, T, N, K, K_MORE, BL
 
 
 @torch.library.custom_op("speedrun::product", mutates_args=())
-def product(lefts_TK: list[Tensor], rights_KN: list[Tensor]) -> Tensor:
-    """The sum (T, N) of one or two products left (T, K) right (K, N), in one accumulator. The library's on small cards,
-    and for a GPU's fp32."""
-    (card, processors), T, N = card_of(lefts_TK[0].device), len(lefts_TK[0]), rights_KN[0].shape[1]
+def product(lefts_TK: list[Tensor], rights_KN: list[Tensor], transposed: bool = False) -> Tensor:
+    """The sum (T, N) of one or two products left (T, K) right (K, N), in one accumulator; transposed: of one, its right
+    given as (N, K). The library's on small cards, and for a GPU's fp32."""
+    (card, processors), T, N = card_of(lefts_TK[0].device), len(lefts_TK[0]), rights_KN[0].shape[not transposed]
     if card == "small" or not _use_matrix_kernel(lefts_TK[0]):
-        out_TN = lefts_TK[0] @ rights_KN[0]
+        out_TN = lefts_TK[0] @ (rights_KN[0].mT if transposed else rights_KN[0])
         for left_TK, right_KN in zip(lefts_TK[1:], rights_KN[1:]):
             out_TN.addmm_(left_TK, right_KN)
         return out_TN
@@ -1893,17 +1895,18 @@ def product(lefts_TK: list[Tensor], rights_KN: list[Tensor]) -> Tensor:
     operands, depths = [], []
     for left_TK, right_KN in zip(lefts_TK, rights_KN):
         operands += [TensorDescriptor.from_tensor(aligned(left_TK), [block_t, block_k]),
-                     TensorDescriptor.from_tensor(aligned(right_KN), [block_k, block_n])]
-        depths.append(len(right_KN))
+                     TensorDescriptor.from_tensor(aligned(right_KN), [block_n, block_k] if transposed else
+                                                  [block_k, block_n])]
+        depths.append(left_TK.shape[1])
     operands, depths = (operands + [None, None])[:4], (depths + [None])[:2]
     _product_kernel[programs,](*operands, TensorDescriptor.from_tensor(out_TN, [block_t, block_n // 2]), T, N, *depths,
-                               **launch)
+                               TRANSPOSED=transposed, **launch)
     return out_TN
 
 
 @product.register_fake
-def _(lefts_TK, rights_KN):
-    return aligned_empty(lefts_TK[0], len(lefts_TK[0]), rights_KN[0].shape[1])
+def _(lefts_TK, rights_KN, transposed=False):
+    return aligned_empty(lefts_TK[0], len(lefts_TK[0]), rights_KN[0].shape[not transposed])
 
 
 def _weight_gradient(grad_FD, dy_TF, x_TD):
@@ -1918,14 +1921,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, grads, x_TD, *weights):
         ctx.grads = grads
         ctx.save_for_backward(x_TD, *weights)
-        return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
+        return tuple(product([x_TD], [w_FD], transposed=True) for w_FD in weights)
 
     @staticmethod
     def backward(ctx, *dys):
         x_TD, *weights = ctx.saved_tensors
         dx_TD = None
         if ctx.needs_input_grad[1]:
-            dx_TD = product(list(dys), weights) if len(dys) == 2 else dys[0] @ weights[0]
+            dx_TD = product(list(dys), weights)
         dws = (_weight_gradient(grad, dy, x_TD) if need else None
                for grad, dy, need in zip(ctx.grads, dys, ctx.needs_input_grad[2:]))
         return None, dx_TD, *dws
@@ -1935,8 +1938,9 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
     """x w^T for each weight (F, D), all of one dtype: (T, F) each.
 
     grads: where each weight's gradient is added in place, by the product itself, instead of going to autograd; None
-    for autograd. x's gradients meet in the products too. Off the GPU, and with REFERENCE_OPS=1, autograd does it all.
+    for autograd. x's gradients meet in one product. Off the GPU, and with REFERENCE_OPS=1, autograd does it all.
     """
+    require(1 <= len(weights) <= 2, f"linear takes one weight or two, not {len(weights)}: call it again for the others")
     if not use_kernel(x_TD):
         return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
     return _Linear.apply(grads or (None,) * len(weights), x_TD, *weights)

@@ -129,8 +129,12 @@ def matrix_rows():
     signature = {name: f"tensordesc<bf16[{tiles[a]}, {tiles[b]}]>" for name, (a, b) in views.items()}
     signature["out"] = f"tensordesc<bf16[{tiles['BLOCK_T']}, {tiles['BLOCK_N'] // 2}]>"
     signature |= dict.fromkeys(("T", "N", "K", "K_MORE"), "i32:16")
-    yield row("product", kernels._product_kernel, (90,), signature, tiles, more_left=None, more_right=None, K_MORE=None)
-    yield row("product of two terms", kernels._product_kernel, (90,), signature, tiles)
+    yield row("product of two terms", kernels._product_kernel, (90,), signature, tiles, TRANSPOSED=False)
+    for transposed in (False, True):
+        if transposed:
+            signature = signature | {"right": f"tensordesc<bf16[{tiles['BLOCK_N']}, {tiles['BLOCK_K']}]>"}
+        yield row(f"product, transposed {transposed}", kernels._product_kernel, (90,), signature, tiles, more_left=None,
+                  more_right=None, K_MORE=None, TRANSPOSED=transposed)
     signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", blocks="i32")
     yield row("quantize peak", kernels._quantize_peak_kernel, (80, 90), signature, kernels.QUANTIZE_TILES)
     yield row("quantize cast", kernels._quantize_cast_kernel, (89, 90),

@@ -331,7 +331,10 @@ def test_product(T, N, depths, dtype, device, force_kernels):
         exact, eager = exact + left.double() @ right.double(), eager + left @ right
     assert_as_good_as_eager("product", got, exact, eager)
     assert torch.equal(got, kernels.product([sheared(x) for x in lefts], [sheared(x) for x in rights]))
-    torch.library.opcheck(kernels.product, (lefts, rights), test_utils="test_faketensor")
+    turned = kernels.product(lefts[:1], [rights[0].mT.contiguous()], transposed=True)
+    assert_as_good_as_eager("product, transposed", turned, lefts[0].double() @ rights[0].double(), lefts[0] @ rights[0])
+    for arguments in (lefts, rights), (lefts[:1], [rights[0].mT.contiguous()], True):
+        torch.library.opcheck(kernels.product, arguments, test_utils="test_faketensor")
 
 
 def test_mlp_reference_gradient_in_double():
