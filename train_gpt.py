@@ -575,10 +575,11 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-Mixture = list[tuple[Tensor | None, Tensor]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
+Stream = Tensor | kernels.Scaled
+Mixture = list[tuple[Tensor | None, Stream]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
 
 
-def mix(mixture: Mixture, *, normed: bool, **options) -> tuple[Tensor | None, ...]:
+def mix(mixture: Mixture, *, normed: bool, **options) -> tuple[Stream | None, ...]:
     """Sum of streams times their coefficients, and the sum's RMS norm where asked for; options: see kernels.mix."""
     coefs, streams = zip(*mixture)
     return kernels.mix(coefs, streams, normed=normed, **options)
@@ -815,9 +816,11 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(seed or 0)
             signs = torch.randint(0, 2, (cfg.sign_rows, cfg.dim), generator=generator) * 2 - 1
             self.register_buffer("sign_table", signs.to(cfg.dtype))
-        read = {spec.reads for spec in cfg.plan}
-        followed = [spec.window != "none" and not spec.reads for spec in cfg.plan[1:]] + [False]
-        self.norm_is_read = [spec.save_as in read - {""} or next_ for spec, next_ in zip(cfg.plan, followed)]
+        read = {spec.reads for spec in cfg.plan} - {""}
+        pairs = list(zip(cfg.plan, (*cfg.plan[1:], LayerSpec(window="none"))))  # every layer and the next
+        self.norm_is_read = [a.save_as in read or b.window != "none" and not b.reads for a, b in pairs]
+        # Where the next layer's residual lambda alone reads x, it goes along with it: see kernels.Scaled.
+        self.leaves_scaled = [not (a.save_as or b.gate_from_here or b.mudd or b.window == "none") for a, b in pairs]
         self.register_buffer("attn_layers", torch.tensor(cfg.attn_layers), persistent=False)
         muddy = torch.tensor([[spec.mudd] for spec in cfg.plan])  # MUDD lanes stand in for post_lambdas
         self.register_buffer("muddy", muddy, persistent=False)
@@ -907,9 +910,8 @@ class GPT(nn.Module):
         gradients = (x.grad for x in folded) if self.folded else itertools.repeat(None)
         up = slots(bank[:, 0], None if bank.grad is None else bank.grad[:, 0])
         low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
-        resid = self.resid_lambdas.to(low).to(wide).flatten().unbind()
-        resid = list(zip(resid[::2], resid[1::2]))
-        return Weights(*map(slots, folded, gradients), up, resid, *self.scalars[-2:].unbind())
+        resid = iter(self.resid_lambdas.to(low).to(wide).flatten().unbind())
+        return Weights(*map(slots, folded, gradients), up, list(zip(resid, resid)), *self.scalars[-2:].unbind())
 
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
         """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
@@ -953,14 +955,12 @@ class GPT(nn.Module):
         return {lane.name: part for lane, part in zip(lanes, parts)}
 
     def layer(
-        self, i: int, x: Tensor, n: Tensor | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
-    ) -> tuple[Tensor, Tensor | None]:
+        self, i: int, x: Stream, n: Tensor | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
+    ) -> tuple[Stream, Tensor | None]:
         """Attention (or the skip connection) into the residual, then the MLP. Gives x and, if read, its norm."""
-        spec, reads = self.cfg.plan[i], itertools.repeat(x)
-        mu = None
-        if spec.mudd:
-            reads = kernels.fan(x)
-            mu = self.mudd(next(reads), 0)
+        spec = self.cfg.plan[i]
+        reads = kernels.fan(x) if spec.mudd else itertools.repeat(x)
+        mu = self.mudd(next(reads), 0) if spec.mudd else None
         if spec.window == "none":
             skip = torch.sigmoid(w.skip).to(x.dtype) * s.gates["skip", i]
             into = [(None, x), (skip, next(s.caches[spec.skip_from]))]
@@ -968,20 +968,20 @@ class GPT(nn.Module):
             n, near = next(s.norms[spec.reads]) if spec.reads else n, None
             if spec.value_embed is not None and not mu:
                 n, near = kernels.leading(n, self.cfg.smear_dims // 2)
-            extra = self.extra_values(i, near, reads, s, mu)
-            y = self.attention(i, n, extra, w, s, cu_seqlens, view)
+            y = self.attention(i, n, self.extra_values(i, near, reads, s, mu), w, s, cu_seqlens, view)
             into = self.residual(i, next(reads), y, w, s, mu)
         quantized = self.quantized[i] if view.fp8 and self.quantized else None
-        x, n, *peaks = mix(into, normed=True, peaks=quantized is not None)
+        x, n, *peaks = mix(into, normed=True, peaks=quantized is not None, leave=None if mu else w.resid[i][1])
         weights, gradients = zip(w.up[i], w.down[i])
         y = kernels.mlp(n, *weights, quantized, gradients, *peaks)
-        resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (w.resid[i][1], None)
-        return mix([(resid, x), (out, y)], normed=self.norm_is_read[i])
+        resid, out = (mu["mlp_resid"], mu["mlp_out"]) if mu else (None, None)
+        leave = w.resid[i + 1][0] if self.leaves_scaled[i] else None
+        return mix([(resid, x), (out, y)], normed=self.norm_is_read[i], leave=leave)
 
-    def residual(self, i: int, x: Tensor, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
+    def residual(self, i: int, x: Stream, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
         """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
         if mu is None:
-            return [(w.resid[i][0], x), (None, y), (None, s.injections[i])]
+            return [(None if isinstance(x, kernels.Scaled) else w.resid[i][0], x), (None, y), (None, s.injections[i])]
         # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
         embed, mid, again = (mu["attn_resid"] * mu["residual"]).split(1, dim=-1)
         return [

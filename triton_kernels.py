@@ -483,8 +483,24 @@ def _pointwise_rows(x):
 
 # --- mix ---
 
-def mix_reference(coefs, streams, *, normed, keep_x=True, peaks=False):
+class Scaled(NamedTuple):
+    """A stream times a number, the multiplication left to the reader: `mix` makes it, `mix` reads it.
+
+    Its gradient is the product's. From that the maker, who reads the stream in backward anyway, makes the number's.
+    """
+
+    stream: Tensor
+    by: Tensor  # one element
+
+
+def _mix_parts(coefs, streams):
+    """Coefficients and streams, every Scaled taken apart."""
+    return zip(*((s.by, s.stream) if isinstance(s, Scaled) else (c, s) for c, s in zip(coefs, streams)))
+
+
+def mix_reference(coefs, streams, *, normed, keep_x=True, peaks=False, leave=None):
     """What `mix` computes, in eager torch (fp32 inside for 16-bit streams); n comes from the unrounded x."""
+    coefs, streams = _mix_parts(coefs, streams)
     dtype = streams[0].dtype
     inner = torch.promote_types(dtype, torch.float32)
     x = None
@@ -493,7 +509,8 @@ def mix_reference(coefs, streams, *, normed, keep_x=True, peaks=False):
         c = c[:, None] if c.dim() == 1 else c
         x = c * s if x is None else torch.addcmul(x, c, s)
     n = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS).to(dtype) if normed else None
-    results = x.to(dtype) if keep_x else None, n
+    x = x.to(dtype) if keep_x else None
+    results = x if leave is None else Scaled(x, leave), n
     return (*results, n.detach().abs().amax().float()[None]) if peaks else results
 
 
@@ -543,8 +560,10 @@ def _mix_backward_kernel(
     K: tl.constexpr, D: tl.constexpr, SCALARS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
 ):
-    """A missing (None) dx or dn is zero, a missing dcoef or dstream unwanted. Bit k of SCALARS: coefficient k is a
-    scalar that wants a gradient; each program sums its rows' share of it into partials (K, programs)."""
+    """A missing (None) dx or dn is zero, a missing dcoef or dstream unwanted. Index K stands for the sum itself: where
+    coefs has a number there, dx is the gradient of the sum times that number; dstreams[K] is the sum's gradient. Bit k
+    of SCALARS: coefficient k is a scalar that wants a gradient; each program sums its rows' share of it into partials
+    (K + 1, programs)."""
     d = tl.arange(0, COLUMNS)[None, :]
     slot = tl.arange(0, 8)
     sums = tl.zeros((8,), tl.float32)
@@ -560,7 +579,14 @@ def _mix_backward_kernel(
             dn = tl.load(dn_ptr + at, mask=inside, other=0.0).to(tl.float32)
             total = scale * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
         if dx_ptr is not None:
-            total += tl.load(dx_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            dx = tl.load(dx_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if SCALARS >> K & 1:
+                sums += tl.where(slot == K, tl.sum(tl.sum(dx * x, 1), 0), 0.0)
+            if coefs[K] is not None:
+                dx *= tl.load(coefs[K]).to(tl.float32)
+            total += dx
+        if dstreams[K] is not None:
+            tl.store(dstreams[K] + at, total.to(dstreams[K].dtype.element_ty), mask=inside)
         for k in tl.static_range(K):
             if dcoefs[k] is not None or SCALARS >> k & 1:
                 s = rows[k]
@@ -572,17 +598,15 @@ def _mix_backward_kernel(
                 else:
                     sums += tl.where(slot == k, tl.sum(dc, 0), 0.0)
             if dstreams[k] is not None:
-                ds = total
-                if coefs[k] is not None:
-                    ds *= tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)[:, None]
-                tl.store(dstreams[k] + at, ds.to(dstreams[k].dtype.element_ty), mask=inside)
+                c = tl.load(coefs[k] + t * coef_steps[k], mask=t < T, other=0.0).to(tl.float32)
+                tl.store(dstreams[k] + at, (c[:, None] * total).to(dstreams[k].dtype.element_ty), mask=inside)
     if SCALARS:
-        tl.store(partials_ptr + slot * tl.num_programs(0) + tl.program_id(0), sums, mask=slot < K)
+        tl.store(partials_ptr + slot * tl.num_programs(0) + tl.program_id(0), sums, mask=slot <= K)
 
 
 @jit
 def _mix_scalars_kernel(partials_ptr, sums_ptr, parts, BLOCK: tl.constexpr):
-    """The sum of each row of partials (K, parts)."""
+    """The sum of each row of partials (K + 1, parts)."""
     k, total = tl.program_id(0), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, parts, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -634,65 +658,72 @@ def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False):
 def mix_backward(
     dx: Tensor | None, dn: Tensor | None, coefs: list[Tensor | None], streams: list[Tensor], needs: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """(K,) fp32, the gradients of the scalar coefficients in `needs` (0 for other coefficients, empty without such);
-    then those of all other coefficients and streams, empty where `needs` (coefficients first) does not ask for them."""
-    K, scalars = len(streams), _mix_scalars(coefs, needs)
+    """coefs: the streams' K, then the number by which the sum's reader multiplies it (dx is the product's gradient).
+    needs: of which of the coefs, the streams that have one, and the sum itself a gradient is wanted.
+
+    (K + 1,) fp32, the gradients of the scalar coefficients in `needs` (0 for other coefficients, empty without such);
+    then those of all else in the order of `needs`, empty where it does not ask for them."""
+    C, scalars = len(coefs), _mix_scalars(coefs, needs)
     sums, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs)
     dx, dn = (g if g is None else g.contiguous() for g in (dx, dn))
     targets = tuple(g if g.numel() else None for g in grads)
     launch = _mix_launch("mix backward", streams[0])
-    partials = sums.new_empty(K, launch[0]) if any(scalars) else None
-    _launch_mix(_mix_backward_kernel, launch, (dx, dn, partials), coefs, streams, targets[:K], targets[K:],
+    partials = sums.new_empty(C, launch[0]) if any(scalars) else None
+    _launch_mix(_mix_backward_kernel, launch, (dx, dn, partials), coefs, streams, targets[:C], targets[C:],
                 SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)))
     if any(scalars):
-        _mix_scalars_kernel[K,](partials, sums, launch[0], **MIX_SCALARS_TILES)
+        _mix_scalars_kernel[C,](partials, sums, launch[0], **MIX_SCALARS_TILES)
     return sums, grads
 
 
 @mix_backward.register_fake
 def _mix_empty_gradients(dx, dn, coefs, streams, needs):
-    scalars = _mix_scalars(coefs, needs)
+    scalars, s = _mix_scalars(coefs, needs), streams[0]
     own = [need and not scalar for scalar, need in zip(scalars, needs)]
     grads = [like.new_empty(like.shape if mine else (0,))
-             for like, mine in zip([streams[0] if c is None else c for c in coefs] + streams, own)]
-    return streams[0].new_empty(len(coefs) * any(scalars), dtype=torch.float32), grads
+             for like, mine in zip([s if c is None else c for c in coefs] + [*streams, s], own)]
+    return s.new_empty(len(coefs) * any(scalars), dtype=torch.float32), grads
 
 
 def _mix_scalars(coefs, needs):
     """Which of `needs` are scalar coefficients: their gradients are summed over all tokens, in a second kernel."""
-    return [c is not None and c.numel() == 1 and need for c, need in zip(coefs, needs)] + [False] * len(coefs)
+    scalars = [c is not None and c.numel() == 1 and need for c, need in zip(coefs, needs)]
+    return scalars + [False] * (len(needs) - len(coefs))
 
 
 class _Mix(torch.autograd.Function):
+    """inputs: coefs, then leave, then streams. shares: which streams share the sum's gradient, being without a
+    coefficient, or Scaled, whose coefficients are constants here."""
+
     @staticmethod
-    def forward(ctx, wanted, *inputs):
-        half = len(inputs) // 2
+    def forward(ctx, wanted, shares, *inputs):
+        K = len(shares)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
-        x, n, peaks = mix_forward(list(inputs[:half]), list(inputs[half:]), *wanted)
+        x, n, peaks = mix_forward(list(inputs[:K]), list(inputs[K + 1:]), *wanted)
         ctx.mark_non_differentiable(peaks)
+        # Where all share it, backward reads one stream, the sum as it was rounded.
+        ctx.shares, ctx.as_one = shares, all(shares) and wanted[1]
+        ctx.save_for_backward(*((inputs[K], x) if ctx.as_one else inputs))
         return x, n, peaks
 
     @staticmethod
     def backward(ctx, dx, dn, _):
-        inputs, needs = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
+        K, needs, saved = len(ctx.shares), ctx.needs_input_grad[2:], ctx.saved_tensors
+        dx, dn = (g if g is not None and g.numel() else None for g in (dx, dn))  # compiled graphs give empty ones
         if dx is None and dn is None:
-            return (None,) * (1 + len(inputs))
-        K = len(inputs) // 2
-        coefs, streams = list(inputs[:K]), list(inputs[K:])
-        # Streams without a coefficient share one gradient, the sum's, and without a norm that came in.
-        alike = [K + k for k in range(K) if coefs[k] is None and needs[K + k]]
-        for i in alike[dn is not None:]:
-            needs[i] = False
-        if any(needs):
-            dscalars, grads = mix_backward(dx, dn, coefs, streams, needs)
-            grads = [dscalars[k].to(x.dtype).view(x.shape) if scalar else g if need else None
-                     for k, (x, g, need, scalar) in enumerate(zip(inputs, grads, needs, _mix_scalars(coefs, needs)))]
-        else:
-            grads = [None] * (2 * K)
-        for i in alike:
-            grads[i] = dx if dn is None else grads[alike[0]]
-        return None, *grads
+            return (None,) * (2 + len(needs))
+        C = 2 if ctx.as_one else K + 1
+        coefs, streams = ([None, saved[0]] if ctx.as_one else list(saved[:C])), list(saved[1 - C:])
+        own, shared = ([need and s == which for need, s in zip(needs[K + 1:], ctx.shares)] for which in (False, True))
+        at_hand = dn is None and coefs[-1] is None  # the sum's gradient is dx
+        asks = [*needs[:C - 1], needs[K] and dx is not None, *own[:C - 1], any(shared) and not at_hand]
+        dcoefs, grads = [None] * (K + 1), [None]
+        if any(asks):
+            dscalars, grads = mix_backward(dx, dn, coefs, streams, asks)
+            dcoefs[-C:] = [dscalars[k].to(c.dtype).view(c.shape) if scalar else g if ask else None
+                           for k, (c, g, ask, scalar) in enumerate(zip(coefs, grads, asks, _mix_scalars(coefs, asks)))]
+        dsum = dx if at_hand else grads[-1]
+        return None, None, *dcoefs, *(dsum if shared[k] else grads[C + k] if own[k] else None for k in range(K))
 
 
 def _check_gates(coefs, s):
@@ -703,38 +734,49 @@ def _check_gates(coefs, s):
             f"all coefficients must be on {s.device}, not {[str(c.device) for c in coefs]}: move them there")
 
 
-def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = False):
+def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = False, leave: Tensor | None = None):
     """Weighted sum of up to six residual streams, and its RMS norm: (x, n), both (T, D) in the streams' dtype.
 
     coefs    one for each stream: None (1), one element (a lambda), (T,) or (T, 1) (a gate, of any stride); floating
-    streams  (T, D) each, one dtype, D up to 2048; rows of any stride
+    streams  (T, D) each, one dtype, D up to 2048; rows of any stride; a Scaled stream's coefficient is None
     normed   also give n, x over its root mean square along D (eps 2**-23); n is None otherwise
     keep_x   False: x is not written, and None; for sums whose norm alone is read
     peaks    give (x, n, peaks): fp32 numbers, a few thousand at most, the largest of which is that of |n|; for `mlp`
+    leave    one element, a lambda by which the next mix is to multiply x: x is given as Scaled
 
     Sums are fp32 and rounded once; n is the norm of the unrounded x. Gradients reach every coefficient and stream that
-    wants one, and are bitwise repeatable; streams without a coefficient share one tensor. Raises ValueError.
+    wants one, and are bitwise repeatable; streams without a coefficient, and Scaled ones, share one tensor. Where all
+    do, backward takes x as it was rounded, and reads no stream: a chain of such sums, each of which leaves its lambda
+    to the next, reads x, dn and dx and writes one gradient. Raises ValueError.
     """
     coefs, streams = tuple(coefs), tuple(streams)
     require(1 <= len(streams) <= 6 and len(coefs) == len(streams),
             f"mix takes 1 to 6 streams and as many coefficients, not {len(streams)} and {len(coefs)}: split the sum")
+    require(all(c is None for c, s in zip(coefs, streams) if isinstance(s, Scaled)),
+            "a Scaled stream brings its coefficient along: give None with it")
+    shares = tuple(c is None for c in coefs)
+    coefs, streams = _mix_parts(coefs, streams)
     s = streams[0]
     require(s.dim() == 2 and s.numel() > 0 and all(x.shape == s.shape for x in streams),
             f"streams must share one non-empty shape (T, D), not {[tuple(x.shape) for x in streams]}: reshape them")
     require(s.is_floating_point() and all(x.dtype == s.dtype for x in streams),
             f"streams must share one floating-point dtype, not {[str(x.dtype) for x in streams]}: cast them alike")
-    given = [c for c in coefs if c is not None]
+    given = [c for c in (*coefs, leave) if c is not None]
     _check_gates(given, s)
+    require(leave is None or leave.numel() == 1 and keep_x,
+            "`leave` must be one element, for a sum that is kept: use keep_x=True")
     require(all(x.device == s.device for x in streams),
             f"all streams must be on {s.device}, not {[str(x.device) for x in streams]}: move them there")
     require(normed or keep_x and not peaks, "without its norm a sum has no peaks, and must be kept: use normed=True")
     if not use_kernel(*streams):
-        return mix_reference(coefs, streams, normed=normed, keep_x=keep_x, peaks=peaks)
+        return mix_reference(coefs, streams, normed=normed, keep_x=keep_x, peaks=peaks, leave=leave)
     require(s.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (*given, s)),
             f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {s.dtype} rows of {s.shape[1]}: "
             "use mix_reference (REFERENCE_OPS=1)")
-    x, n, maxima = _Mix.apply((normed, keep_x, peaks), *coefs, *streams)
-    results = x if keep_x else None, n if normed else None
+    coefs = (c.detach() if share and c is not None else c for c, share in zip(coefs, shares))
+    x, n, maxima = _Mix.apply((normed, keep_x, peaks), shares, *coefs, leave, *streams)
+    x = x if keep_x else None
+    results = x if leave is None else Scaled(x, leave), n if normed else None
     return (*results, maxima) if peaks else results
 
 

@@ -42,15 +42,18 @@ def attention_rows():
 def pointwise_rows():
     """D = 768, 6 heads of 128, bf16, fp32 lambdas and bf16 gates."""
     bf16, any_bf16, archs = "*bf16", "*bf16:1", (80, 90)
-    streams = {"mlp": ("*fp32:1",) * 2, "attention": ("*fp32:1",) * 2 + (None,), "mudd": ("*fp32:1",) * 5,
-               "output": (None,) + (any_bf16,) * 5}
+    streams = {"mlp": ("*fp32:1", None), "attention": ("*fp32:1", None, None), "skip": (None, any_bf16),
+               "mudd": ("*fp32:1",) * 5, "output": (None,) + (any_bf16,) * 5, "as one": (None,)}
     for (name, coefs), direction in itertools.product(streams.items(), ("forward", "backward")):
-        K = len(coefs)
-        scalars = [name in ("mlp", "attention") and c is not None for c in coefs]
+        K, dstreams = len(coefs), tuple(bf16 if c else None for c in coefs) + (bf16 if None in coefs else None,)
+        if direction == "backward":  # the last one is left to the sum's reader
+            coefs += ("*fp32:1" if name in ("attention", "skip", "as one") else None,)
+        scalars = [name in ("mlp", "attention") and c is not None for c in coefs[:K]] + [coefs[-1] is not None]
         dcoefs = tuple(None if scalar else c and c.replace(":1", "") for c, scalar in zip(coefs, scalars))
         signature = dict.fromkeys(("x_ptr", "n_ptr", "dx_ptr", "dn_ptr"), bf16) | {
-            "coefs": coefs, "streams": (bf16,) * K, "dstreams": (bf16,) * K, "T": "i32:16", "coef_steps": ("i32",) * K,
-            "dcoefs": dcoefs, "stream_steps": ("i32:16",) * K, "peaks_ptr": "*fp32", "partials_ptr": "*fp32"}
+            "coefs": coefs, "streams": (bf16,) * K, "dstreams": dstreams, "T": "i32:16",
+            "coef_steps": ("i32",) * len(coefs), "dcoefs": dcoefs, "stream_steps": ("i32:16",) * K,
+            "peaks_ptr": "*fp32", "partials_ptr": "*fp32"}
         kernel = kernels._mix_forward_kernel if direction == "forward" else kernels._mix_backward_kernel
         both = dict(K=K, D=768, ROWS=1, COLUMNS=1024)
         if direction == "backward":
@@ -62,12 +65,13 @@ def pointwise_rows():
             both |= {"peaks_ptr": None, "x_ptr": None} if name == "output" else {"peaks_ptr": None}
         yield row(f"mix {direction}, {name}", kernel, archs, signature, kernels.POINTWISE_TILES[f"mix {direction}"],
                   **both)
-    heads = {"coefs": ("*fp32:1", any_bf16), "streams": (bf16,) * 2, "dstreams": (bf16,) * 2, "dcoefs": (None, bf16),
-             "coef_steps": ("i32",) * 2, "stream_steps": ("i32:16",) * 2, "T": "i32:16", "x_ptr": bf16, "dx_ptr": bf16,
-             "partials_ptr": "*fp32"}
+    heads = {"coefs": ("*fp32:1", any_bf16), "streams": (bf16,) * 2, "coef_steps": ("i32",) * 2, "T": "i32:16",
+             "stream_steps": ("i32:16",) * 2, "x_ptr": bf16, "dx_ptr": bf16, "partials_ptr": "*fp32"}
     both = dict(K=2, D=128, ROWS=8, COLUMNS=128)
     yield row("mix forward, heads", kernels._mix_forward_kernel, archs, heads, kernels.POINTWISE_TILES["mix forward"],
               n_ptr=None, peaks_ptr=None, **both)
+    heads |= {"coefs": ("*fp32:1", any_bf16, None), "dcoefs": (None, bf16, None), "dstreams": (bf16, bf16, None),
+              "coef_steps": ("i32",) * 3}
     yield row("mix backward, heads", kernels._mix_backward_kernel, archs, heads,
               kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, SCALARS=1, **both)
     yield row("mix scalars", kernels._mix_scalars_kernel, archs,

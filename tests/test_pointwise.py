@@ -2,6 +2,7 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,14 +88,14 @@ def flat(op, kinds):
     return call
 
 
-def mix_inputs(kinds, T, D, dtype=torch.float64, device="cpu", scalar_dtype=None):
+def mix_inputs(kinds, T, D, dtype=torch.float64, device="cpu", scalar_dtype=None, seed=0):
     """Coefficients by letter (s: 0-d, o: one element, g: a column (T,) of a gate tensor, c: a column (T, 1), 1: none),
     then streams, of which every other one is a slice of a wider tensor."""
-    lanes = randn(T, 11, seed=1, dtype=dtype, device=device) / 2 + 1
-    scalars = randn(8, seed=2, dtype=scalar_dtype or dtype, device=device) / 4 + 1
+    lanes = randn(T, 11, seed=seed + 1, dtype=dtype, device=device) / 2 + 1
+    scalars = randn(8, seed=seed + 2, dtype=scalar_dtype or dtype, device=device) / 4 + 1
     make = {"s": lambda i: scalars[i], "o": lambda i: scalars[i:i + 1], "g": lambda i: lanes[:, 2 * i],
             "c": lambda i: lanes[:, i:i + 1]}
-    wide = [randn(T, D + 16 * (i % 2), seed=3 + i, dtype=dtype, device=device) for i in range(len(kinds))]
+    wide = [randn(T, D + 16 * (i % 2), seed=seed + 3 + i, dtype=dtype, device=device) for i in range(len(kinds))]
     return [make[kind](i) for i, kind in enumerate(kinds) if kind != "1"] + [x[:, :D] for x in wide]
 
 
@@ -226,6 +227,138 @@ def test_mix_streams_without_coefficients_share_one_gradient(device, force_kerne
         results = mix([None, lam, None], streams, normed=normed)
         first, other, last = torch.autograd.grad(results[normed].sum(), streams)
         assert first.data_ptr() == last.data_ptr() != other.data_ptr()
+
+
+# --- mixes that leave a lambda to the next ---
+def chain_formula(coefs, streams, *, normed, keep_x=True, leave=None):
+    """The formula with products made at once, which are kept beside the lambdas."""
+    coefs, streams = zip(*((None, s.product) if hasattr(s, "product") else (c, s) for c, s in zip(coefs, streams)))
+    x, n = mix_formula(coefs, streams, normed=normed)
+    x = x if leave is None else SimpleNamespace(stream=x, product=leave * x)
+    return x if keep_x else None, n
+
+
+def chained(op, links, normed=None, read_x=True):
+    """A chain of mixes as a function of its lambdas, then of each link's coefficients, then of all streams: each link
+    but the last leaves its sum, times a lambda, to the next, which adds streams to it. links: the kinds of each link's
+    own streams; normed: which give n (default: all). Gives every n, and the last x."""
+    kinds, normed = "".join(links), normed or [True] * len(links)
+
+    def call(*inputs):
+        lams, coefs = inputs[:len(links) - 1], iter(inputs[len(links) - 1:-len(kinds)])
+        streams, x, results = iter(inputs[-len(kinds):]), None, []
+        for link, gives_n, lam in zip(links, normed, [*lams, None], strict=True):
+            own = [(None if kind == "1" else next(coefs), next(streams)) for kind in link]
+            last = dict(keep_x=read_x) if lam is None else dict(leave=lam)
+            x, n = op(*zip(*([] if x is None else [(None, x)]), *own), normed=gives_n, **last)
+            results.append(n)
+        return [*results, x]
+    return call
+
+
+def chain_inputs(links, T, D, dtype=torch.float64, device="cpu", scalar_dtype=None):
+    lams = randn(len(links) - 1, 1, seed=30, dtype=scalar_dtype or dtype, device=device) / 4 + 1
+    lams = [lam if i % 2 else lam[0] for i, lam in enumerate(lams)]  # one element, or none of its own dimension
+    each = [mix_inputs(link, T, D, dtype, device, scalar_dtype, seed=40 + 10 * i) for i, link in enumerate(links)]
+    coefs = [c for link, inputs in zip(links, each) for c in inputs[:-len(link)]]
+    return lams + coefs + [x for link, inputs in zip(links, each) for x in inputs[-len(link):]]
+
+
+def chain_weights(number, T, D, device="cpu"):
+    return [randn(T, D, seed=20 + i, device=device).bfloat16().half() for i in range(number)]
+
+
+CHAINS = [  # as in the model: all but the first lambda deferred, skip connections, sums whose norm nobody reads
+    (["11", "1"], [1, 1], True), (["1", "1"], [0, 0], True), (["11", "1", "11"], [1, 0, 1], True),
+    (["s11", "1", "11"], [1, 1, 1], False), (["s", "1g", "11"], [1, 1, 0], True), (["1", "gs", "c"], [0, 1, 1], False),
+    (["gcogsg", "1s1cg"], [1, 1], True),
+]
+
+
+@pytest.mark.parametrize("links, normed, read_x", CHAINS)
+@pytest.mark.parametrize("T", [1, 23])
+def test_chain_of_references_is_the_formula(links, normed, read_x, T):
+    inputs, weights = chain_inputs(links, T, 24), chain_weights(sum(normed) + read_x, T, 24)
+    assert_same_in_double(*(chained(op, links, normed, read_x) for op in (mix, chain_formula)), inputs, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, D", [(4099, 768), (1, 16)] if GPU else [(37, 96), (1, 16)])
+@pytest.mark.parametrize("links, normed, read_x", CHAINS)
+def test_chain_of_kernels_matches(links, normed, read_x, T, D, dtype, device, force_kernels):
+    inputs = chain_inputs(links, T, D, dtype, device, scalar_dtype=torch.float32)
+    weights = chain_weights(sum(normed) + read_x, T, D, device)
+    ops = (chained(op, links, normed, read_x) for op in (mix, mix_reference))
+    got, exact = assert_kernels_match(*ops, inputs, weights)
+    terms = []  # of every lambda's gradient: the products' gradients times the sums
+
+    def noted(*arguments, leave=None, **options):
+        x, n = chain_formula(*arguments, leave=leave, **options)
+        if leave is not None:
+            x.product.register_hook(lambda dx, x=x: terms.append(dx * x.stream.detach()))
+        return x, n
+
+    results_and_gradients(chained(noted, links, normed, read_x), [x.double() for x in inputs], weights)
+    assert len(terms) == len(links) - 1
+    for g, want, of in zip(got, exact, reversed(terms)):
+        torch.testing.assert_close(want.sum(), of.sum())
+        # A term takes up to a dozen roundings on its way, each of a third of a unit: one unit; four deviations.
+        assert abs(g.double() - want).item() <= 4 * torch.finfo(dtype).eps * (of.norm() + want.abs()).item()
+
+
+@needs_triton
+@settings(max_examples=5 if GPU else 15, deadline=None)  # a GPU compiles each
+@given(links=st.lists(st.text("sogc1", min_size=1, max_size=3), min_size=2, max_size=3), T=st.integers(1, 12),
+       D=st.integers(1, 40), wanted=st.integers(0, 2**14 - 1), seen=st.integers(1, 2**4 - 1))
+def test_chain_gives_the_gradients_that_are_wanted(links, T, D, wanted, seen):
+    """Any subset of inputs may want gradients, any subset of the results may be used: the same have none."""
+    device = "cuda" if GPU else "cpu"
+    inputs, weights = chain_inputs(links, T, D, torch.float32, device), chain_weights(len(links) + 1, T, D, device)
+
+    def gradients(op):
+        leaves = [x.detach().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate(inputs)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "FORCE_KERNELS", True)
+            results = chained(op, links)(*leaves)
+            loss = sum((r * w).sum() for i, (r, w) in enumerate(zip(results, weights)) if seen >> i & 1 or i == 0)
+        if loss.requires_grad:
+            loss.backward()
+        return [x.grad for x in leaves]
+
+    for got, want in zip(gradients(mix), gradients(mix_reference)):
+        assert (got is None) == (want is None)
+        if want is not None:
+            scale = want.abs().max().item() + 1  # tiny cases: all roundings are of numbers of this size
+            torch.testing.assert_close(got, want, rtol=0, atol=256 * EPS * scale * (1 + math.sqrt(T * D)))
+
+
+def test_mix_gives_peaks_and_leaves_a_lambda(device, force_kernels):
+    x, lam = randn(9, 48, dtype=LOW, device=device), torch.tensor([0.5], device=device)
+    for op in mix, mix_reference:
+        scaled, n, peaks = op([None], [x], normed=True, peaks=True, leave=lam)
+        assert torch.equal(scaled.stream, x) and scaled.by is lam and peaks.max() == n.abs().max()
+        assert torch.equal(op([None], [scaled], normed=False)[0], x / 2)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_chain_writes_one_gradient_and_keeps_one_stream(gated, device, force_kernels, monkeypatch):
+    """Of the product and of its companions; where no coefficient wants one, backward reads no stream but the sum."""
+    streams = [randn(5, 16, seed=i, dtype=LOW, device=device).requires_grad_() for i in range(4)]
+    lams = [randn(1, seed=9 + i, device=device).float()[0].requires_grad_() for i in range(2)]
+    calls, backward = [], kernels.mix_backward
+    monkeypatch.setattr(kernels, "mix_backward", lambda *args: calls.append(args) or backward(*args))
+    first, _ = mix([None, None], streams[:2], normed=True, leave=lams[0])
+    kept = [x.data_ptr() for x in first.stream.grad_fn.saved_tensors]
+    assert kept == [lams[0].data_ptr(), first.stream.data_ptr()]
+    coefs = [None, None, randn(5, dtype=LOW, device=device).requires_grad_() if gated else None]
+    second, _ = mix(coefs, [first, *streams[2:]], normed=True, leave=lams[1])
+    _, n = mix([None], [second], normed=True)
+    inputs = [first.stream, *streams, second.stream, *lams]
+    dfirst, d0, d1, d2, d3, _, *dlams = torch.autograd.grad(n.float().sum(), inputs)
+    assert dfirst.data_ptr() == d2.data_ptr() and d0.data_ptr() == d1.data_ptr() != d2.data_ptr()
+    assert (d3.data_ptr() == d2.data_ptr()) != gated
+    assert [len(args[3]) for args in calls] == [1, 3 if gated else 1, 1]
+    assert all(d.shape == () and d.dtype == torch.float32 for d in dlams)
 
 
 # --- injections ---
@@ -420,6 +553,8 @@ def every_op(device, dtype=torch.float32):
     rotary = [with_tables(op, cos, sin) for op in (norm_rotary, norm_rotary_reference)]
     mixes = (flat(op, "sg1o") for op in (mix, mix_reference))
     yield "mix", *mixes, mix_inputs("sg1o", 16, 32, dtype, device), dict(normed=True), (32,)
+    chains = (chained(op, ["s11", "1", "1g"], [1, 0, 0]) for op in (mix, mix_reference))
+    yield "chain", *chains, chain_inputs(["s11", "1", "1g"], 16, 32, dtype, device), {}, (32,)
     spread = (flat_injections(op, ["xy", "y"]) for op in (kernels.injections, kernels.injections_reference))
     yield "injections", *spread, injection_inputs(["xy", "y"], 16, 32, dtype, device), {}, (32,)
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
@@ -461,7 +596,10 @@ def test_operators_are_registered_right(device):
         check(ops.mix_forward, (coefs, streams, normed))
         check(ops.mix_forward, ([None, *coefs[1:]], streams, normed))
         check(ops.mix_forward, (coefs, streams, True, normed, True))
-        check(ops.mix_backward, (dx, dn if normed else None, coefs, streams, [True, False, True] + [normed] * 3))
+        for last in None, coefs[0]:
+            needs = [True, False, True, last is not None] + [normed] * 4
+            check(ops.mix_backward, (dx, dn if normed else None, [*coefs, last], streams, needs))
+    check(ops.mix_backward, (dx, dn, [None, coefs[0]], streams[:1], [False, True, False, True]))
     gates = [coefs[1], None, None, coefs[2]]
     check(ops.injections_forward, (gates, *streams[:2]))
     check(ops.injections_backward, ([dx, None], gates, *streams[:2]))
@@ -489,6 +627,10 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: mix([c], [x.to("meta")], normed=False), "move them there"),
     (lambda x, c: mix([c], [x], normed=False, keep_x=False), "must be kept"),
     (lambda x, c: mix([c], [x], normed=False, peaks=True), "has no peaks"),
+    (lambda x, c: mix([c], [x], normed=True, leave=c), "must be one element"),
+    (lambda x, c: mix([c], [x], normed=True, keep_x=False, leave=c[:1]), "keep_x=True"),
+    (lambda x, c: mix([c], [x], normed=True, leave=c[:1].to("meta")), "move them there"),
+    (lambda x, c: mix([c], [kernels.Scaled(x, c[:1])], normed=True), "give None with it"),
     (lambda x, c: kernels.injections([(c, c)], x, x[1:]), "alike"),
     (lambda x, c: kernels.injections([(None, None)], x, x), "one may be None"),
     (lambda x, c: kernels.injections([], x, x), "1 to 8 pairs"),
