@@ -154,6 +154,46 @@ def _attention_bounds_kernel(cu_ptr, first_ptr, after_ptr, window, STREAMS: tl.c
 
 
 @jit
+def _halves(x):
+    """The left and the right half of the columns of x."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@jit
+def _rotary_turn(x, cos, sin):
+    """Turn the adjacent pairs of each row backwards by their angles."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
+
+
+@jit
+def _head_angles(cos_ptr, sin_ptr, t, head, inside, H: tl.constexpr, STREAMS: tl.constexpr):
+    """cos and sin (rows, H/4) of the pairs in the first half of a token's head; 1 and 0 where not inside."""
+    at = (t * STREAMS + head % STREAMS)[:, None] * (H // 4) + tl.arange(0, H // 4)[None, :]
+    cos = tl.load(cos_ptr + at, mask=inside[:, None], other=1.0).to(tl.float32)
+    return cos, tl.load(sin_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@jit
+def _store_turned_back(desc, d, x, scale_ptr, cos_ptr, sin_ptr, start, head, length, PART: tl.constexpr,
+                       N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr):
+    """From d, the gradient of normed and turned heads x (PART 0: queries, 1: keys) at stream positions from `start`,
+    that of the heads before norm and turn. A head's mean of d * x is the same before the turn as after."""
+    BLOCK: tl.constexpr = d.shape[0]
+    TOKENS: tl.constexpr = BLOCK // STREAMS
+    position = start + tl.arange(0, BLOCK)
+    t, own = position // STREAMS, position % STREAMS * (N // STREAMS) + head  # token, and its head
+    scale = tl.load(scale_ptr + (t * 2 + PART) * N + own, mask=position < length, other=0.0)
+    d = scale[:, None] * (d - x * (tl.sum(d * x, 1) / H)[:, None])
+    turned, still = _halves(d)
+    cos, sin = _head_angles(cos_ptr, sin_ptr, t, own, position < length, H, STREAMS)
+    turned = _rotary_turn(turned, cos, -sin)
+    at = start // STREAMS
+    desc.store([at, 0, head * H], tl.reshape(turned.to(desc.dtype), (TOKENS, STREAMS, H // 2)))
+    desc.store([at, 0, head * H + H // 2], tl.reshape(still.to(desc.dtype), (TOKENS, STREAMS, H // 2)))
+
+
+@jit
 def _attention_inside(start, low, high, BLOCK: tl.constexpr):
     """(rows, BLOCK): low <= start + column <= high as one comparison, what lies below `low` being a large unsigned
     number. (Rows past the end have high < low, see everything, and are never stored.)"""
@@ -199,11 +239,12 @@ def _attention_forward_kernel(
 
 @jit
 def _attention_dq_kernel(
-    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, dq_more_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, dq_more_desc, lse_ptr, delta_ptr, first_ptr, turn, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, N: tl.constexpr, STREAMS: tl.constexpr,
 ):
     """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below. dq_more, unless
-    None, is added before the one rounding."""
+    None, is added before the one rounding. turn (scale, cos, sin), unless its first is None: q is normed and turned,
+    and dq is wanted of the N heads before that."""
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4
     t = t0 + tl.arange(0, BLOCK_T)
@@ -224,19 +265,23 @@ def _attention_dq_kernel(
     dq *= scale
     if dq_more_desc is not None:
         dq += dq_more_desc.load([t0, head * H]).to(tl.float32)
-    dq_desc.store([t0, head * H], dq.to(dq_desc.dtype))
+    if turn[0] is not None:
+        _store_turned_back(dq_desc, dq, q.to(tl.float32), turn[0], turn[1], turn[2], t0, head, length, 0, N, H,
+                           STREAMS)
+    else:
+        dq_desc.store([t0, head * H], dq.to(dq_desc.dtype))
 
 
 @jit
 def _attention_dkv_kernel(
     q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, dk_more_desc, dv_more_desc, lse_desc,
-    delta_desc, after_ptr, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    delta_desc, after_ptr, turn, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, N: tl.constexpr, STREAMS: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile. lse and delta come through the copy engine like
     the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dk_more and
-    dv_more, unless None, are added before the one rounding."""
+    dv_more, unless None, are added before the one rounding; turn: see above."""
     head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
     pitch = tl.cdiv(length, 4) * 4
     s = s0 + tl.arange(0, BLOCK_S)
@@ -254,13 +299,18 @@ def _attention_dkv_kernel(
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    dk *= scale
-    if dk_more_desc is not None:
-        dk += dk_more_desc.load([s0, head * H]).to(tl.float32)
-    dk_desc.store([s0, head * H], dk.to(dk_desc.dtype))
     if dv_more_desc is not None:
         dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
+    dk *= scale
+    if dk_more_desc is not None:
+        dk += dk_more_desc.load([s0, head * H]).to(tl.float32)
+    if turn[0] is not None:
+        k = k_desc.load([s0, head * H])  # again: what is kept costs registers
+        _store_turned_back(dk_desc, dk, k.to(tl.float32), turn[0], turn[1], turn[2], s0, head, length, 1, N, H,
+                           STREAMS)
+    else:
+        dk_desc.store([s0, head * H], dk.to(dk_desc.dtype))
 
 
 # Logits within +-60 need no maximum taken off: e^60 times any number of keys fits fp32, and e^-60 keeps its relative
@@ -289,13 +339,16 @@ def _attention_tiles(q, name):
 def _launch_attention(kernel, tiles, matrices, arrays, H, scale, **options):
     """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
     `matrices`: (matrix or vector, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors; a
-    missing one is None."""
+    missing one is None; one of three dims, (tokens, streams, columns), is written in halves of a head."""
     rows = {"t": tiles["BLOCK_T"], "s": tiles["BLOCK_S"]}
     length, width = matrices[0][0].shape
     grid = width // H, triton.cdiv(length, rows["s" if kernel is _attention_dkv_kernel else "t"])
-    descriptors = [x if x is None else TensorDescriptor.from_tensor(x, [rows[kind], H][:x.dim()])
-                   for x, kind in matrices]
-    kernel[grid](*descriptors, *arrays, length, scale, H=H, **tiles, **options)
+
+    def tile(x, rows):
+        return [rows, H][:x.dim()] if x.dim() < 3 else [rows // x.shape[1], x.shape[1], H // 2]
+
+    descriptors = [x if x is None else TensorDescriptor.from_tensor(x, tile(x, rows[kind])) for x, kind in matrices]
+    kernel[grid](*descriptors, *arrays, length=length, scale=scale, H=H, **tiles, **options)
 
 
 @torch.library.custom_op("speedrun::attention_forward", mutates_args=())
@@ -324,24 +377,32 @@ def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running
     return q.new_empty(T, N, H), lse, lse.new_empty(2, length, dtype=torch.int32)
 
 
+def _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, dq, dk, dv, more=(None, None, None), turn=None):
+    """Fill dq, dk, dv: (L, heads * H) each, dq and dk with `turn` (scale, cos, sin) (tokens, streams, heads * H). Two
+    kernels, no atomics: same inputs, same bits."""
+    (T, N, H), length, (first, after), delta = q.shape, bounds.shape[1], bounds, torch.empty_like(lse)
+    dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
+    q, k, v, y, dy, dq_more, dk_more, dv_more = (
+        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, *more))
+    options = dict(turn=turn or (None, None, None), N=N, STREAMS=length // T)
+    _launch_attention(_attention_dq_kernel, dq_tiles,
+                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t"), (dq_more, "t")],
+                      [lse, delta, first], H, scale, **options)
+    _launch_attention(_attention_dkv_kernel, dkv_tiles,
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dk_more, "s"),
+                       (dv_more, "s"), (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale, **options)
+
+
 @torch.library.custom_op("speedrun::attention_backward", mutates_args=())
 def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, bounds: Tensor, scale: float, paired: bool,
     dq_more: Tensor | None = None, dk_more: Tensor | None = None, dv_more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv (T, N, H), each with what more there is of it. Two kernels, no atomics: same inputs, same bits."""
+    """dq, dk, dv (T, N, H), each with what more there is of it."""
     grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
-    H, length, (first, after), delta = q.shape[2], bounds.shape[1], bounds, torch.empty_like(lse)
-    dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
-    q, k, v, y, dy, dq_more, dk_more, dv_more = (
-        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, dq_more, dk_more, dv_more))
-    dq, dk, dv = (x.view(length, -1) for x in grads)
-    _launch_attention(_attention_dq_kernel, dq_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t"), (dq_more, "t")],
-                      [lse, delta, first], H, scale)
-    _launch_attention(_attention_dkv_kernel, dkv_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dk_more, "s"),
-                       (dv_more, "s"), (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale)
+    length = bounds.shape[1]
+    _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, *(x.view(length, -1) for x in grads),
+                               more=(dq_more, dk_more, dv_more))
     return grads
 
 
@@ -366,6 +427,60 @@ class _Attention(torch.autograd.Function):
         if dy is not None:
             grads = attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired, *more)
         return *grads, None, None, None, None, None, None
+
+
+class Turned(NamedTuple):
+    """Heads after norm and rotary whose gradient is that of the heads before both: made by `turned_heads`."""
+
+    qk: Tensor  # (2, T, N, H), queries and keys
+    scale: Tensor  # (T, 2 N) fp32, 1 / root mean square of every head before
+    cos: Tensor  # (P, H/4)
+    sin: Tensor
+
+
+@torch.library.custom_op("speedrun::turned_attention_backward", mutates_args=())
+def turned_attention_backward(
+    dy: Tensor, qk: Tensor, head_scale: Tensor, cos: Tensor, sin: Tensor, v: Tensor, y: Tensor, lse: Tensor,
+    bounds: Tensor, scale: float, paired: bool, dv_more: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients (T, 2, N, H) of queries and keys before norm and turn, and dv + dv_more (T, N, H)."""
+    dqk, dv = _turned_attention_empty_gradients(dy, qk, head_scale, cos, sin, v, y, lse, bounds, scale, paired)
+    length, (q, k) = bounds.shape[1], qk
+    dq, dk = (x.view(len(dv), length // len(dv), -1) for x in dqk.unbind(1))
+    _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, dq, dk, dv.view(length, -1),
+                               more=(None, None, dv_more), turn=(head_scale, cos, sin))
+    return dqk, dv
+
+
+@turned_attention_backward.register_fake
+def _turned_attention_empty_gradients(dy, qk, head_scale, cos, sin, v, y, lse, bounds, scale, paired, dv_more=None):
+    T, N, H = v.shape
+    return v.new_empty(T, 2, N, H), v.new_empty(v.shape)
+
+
+class _TurnedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qk, head_scale, cos, sin, v, cu_seqlens, window, scale, paired, running_max):
+        ctx.set_materialize_grads(False)
+        y, lse, bounds = attention_forward(*qk, v, cu_seqlens, window, scale, paired, running_max)
+        ctx.save_for_backward(qk, head_scale, cos, sin, v, y, lse, bounds)
+        ctx.options = scale, paired
+        return y, v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, dy, dv_more):
+        if dy is None:
+            return None, None, None, None, dv_more, *(None,) * 5
+        dqk, dv = turned_attention_backward(dy, *ctx.saved_tensors, *ctx.options, dv_more)
+        return dqk.transpose(0, 1), None, None, None, dv, *(None,) * 5
+
+
+def turned_attention(heads: Turned, v, cu_seqlens, *, window: int, scale: float, paired: bool = False,
+                     max_logit: float = math.inf):
+    """`attention` whose backward undoes norm and rotary as well, where their results are at hand: (y, v), v to be read
+    instead of v from there on. Kernels only; heads from `turned_heads`, what else as for `attention`."""
+    running_max = max_logit > ATTENTION_SAFE_LOGIT or v.dtype == torch.float16
+    return _TurnedAttention.apply(*heads, v, cu_seqlens, window, scale, paired, running_max)
 
 
 def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf,
@@ -1033,13 +1148,6 @@ def _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H: tl.constexpr, STREAMS: 
     turning = inside[:, None] & (pair < H // 4)
     cos = tl.load(cos_ptr + at, mask=turning, other=1.0).to(tl.float32)
     return cos, tl.load(sin_ptr + at, mask=turning, other=0.0).to(tl.float32)
-
-
-@jit
-def _rotary_turn(x, cos, sin):
-    """Turn the adjacent pairs of each row backwards by their angles."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
 
 
 @jit
@@ -1986,6 +2094,96 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
     if not use_kernel(x_TD):
         return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
     return _Linear.apply(grads or (None,) * len(weights), x_TD, *weights)
+
+
+# --- a product whose results are normed and turned heads ---
+
+HEADS_TILES = dict(BLOCK_T=128, BLOCK_K=64, WAVES=2, num_warps=4, num_stages=3)  # H200, 2026-11-30, Triton 3.6: 303 us
+# at T = 49152, six heads of 128; the library's two products and norm_rotary 332
+
+
+@jit
+def _heads_kernel(left, right, out, scale_ptr, cos_ptr, sin_ptr, T, K, N: tl.constexpr, H: tl.constexpr,
+                  STREAMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out (3, T, N H) from left (T, K) right^T (3 N H, K): queries and keys normed and turned head by head, values as
+    they are. Programs walk the tiles, a head of BLOCK_T tokens each."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T) * (3 * N), tl.num_programs(0)):
+        t0, row = tile // (3 * N) * BLOCK_T, tile % (3 * N)
+        acc = tl.zeros((BLOCK_T, H), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(left.load([t0, k]), right.load([row * H, k]).T, acc, input_precision="ieee")
+        part, head = row // N, row % N
+        t = t0 + tl.arange(0, BLOCK_T)
+        turns = (t < T) & (part < 2)
+        scale = _pointwise_rms_scale(acc, H)
+        tl.store(scale_ptr + t * (2 * N) + row, scale, mask=turns)
+        turned, still = _halves(acc * tl.where(turns, scale, 1.0)[:, None])
+        cos, sin = _head_angles(cos_ptr, sin_ptr, t, head, turns, H, STREAMS)
+        turned = _rotary_turn(turned, cos, sin)
+        out.store([part, t0, head * H], tl.reshape(turned.to(out.dtype), (1, BLOCK_T, H // 2)))
+        out.store([part, t0, head * H + H // 2], tl.reshape(still.to(out.dtype), (1, BLOCK_T, H // 2)))
+
+
+@torch.library.custom_op("speedrun::heads_forward", mutates_args=())
+def heads_forward(n_TD: Tensor, w_ED: Tensor, cos: Tensor, sin: Tensor, heads: int, paired: bool
+                  ) -> tuple[Tensor, Tensor]:
+    """(3, T, N, H): queries and keys, normed and turned, and values; (T, 2 N) fp32: 1 / rms of queries and keys."""
+    out, scale = _heads_empty_results(n_TD, w_ED, cos, sin, heads, paired)
+    _, T, N, H = out.shape
+    launch, tiles = dict(HEADS_TILES), triton.cdiv(T, HEADS_TILES["BLOCK_T"]) * 3 * N
+    block_t, block_k = launch["BLOCK_T"], launch["BLOCK_K"]
+    _heads_kernel[min(tiles, card_of(n_TD.device)[1] * launch.pop("WAVES")),](
+        TensorDescriptor.from_tensor(aligned(n_TD), [block_t, block_k]),
+        TensorDescriptor.from_tensor(aligned(w_ED), [H, block_k]),
+        TensorDescriptor.from_tensor(out.view(3, T, N * H), [1, block_t, H // 2]), scale, cos.contiguous(),
+        sin.contiguous(), T, n_TD.shape[1], N=N, H=H, STREAMS=1 + paired, **launch)
+    return out, scale
+
+
+@heads_forward.register_fake
+def _heads_empty_results(n_TD, w_ED, cos, sin, heads, paired):
+    T, width = len(n_TD), len(w_ED) // (3 * heads)
+    return n_TD.new_empty(3, T, heads, width), n_TD.new_empty(T, 2 * heads, dtype=torch.float32)
+
+
+class _TurnedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n_TD, w_ED, grad_ED, cos, sin, heads, paired):
+        out, scale = heads_forward(n_TD, w_ED, cos, sin, heads, paired)
+        ctx.save_for_backward(n_TD, w_ED)
+        ctx.grad_ED = grad_ED
+        ctx.mark_non_differentiable(scale)
+        return out[:2], scale, out[2]
+
+    @staticmethod
+    def backward(ctx, dqk, _, dv):
+        n_TD, w_ED = ctx.saved_tensors
+        T = len(n_TD)
+        dys = dqk.transpose(0, 1).reshape(T, -1), dv.reshape(T, -1)
+        split = dys[0].shape[1]
+        dn_TD = product(list(dys), [w_ED[:split], w_ED[split:]]) if ctx.needs_input_grad[0] else None
+        dw_ED = None
+        if ctx.needs_input_grad[1]:
+            grads = (None, None) if ctx.grad_ED is None else (ctx.grad_ED[:split], ctx.grad_ED[split:])
+            dws = [_weight_gradient(grad, dy, n_TD) for grad, dy in zip(grads, dys)]
+            dw_ED = torch.cat(dws) if ctx.grad_ED is None else None
+        return dn_TD, dw_ED, None, None, None, None, None
+
+
+def can_turn_heads(n_TD: Tensor, width: int) -> bool:
+    """Whether `turned_heads` takes such input and heads: kernels on a large card, and heads of a tile's width."""
+    return _use_matrix_kernel(n_TD) and card_of(n_TD.device)[0] == "large" and width in (16, 32, 64, 128)
+
+
+def turned_heads(n_TD, w_ED, cos, sin, *, heads: int, paired: bool, grad=None) -> tuple[Turned, Tensor]:
+    """Queries and keys, normed and turned as norm_rotary does it, for `turned_attention`; and values (T, N, H).
+
+    n_TD (T, D); w_ED (3 N H, D), the weights of queries, keys and values; cos, sin (P, H/4) as for norm_rotary, without
+    a key offset; grad: where w_ED's gradient is added, see `linear`. One product writes all three; queries and keys
+    before the norm are never written. Ask `can_turn_heads` first.
+    """
+    qk, scale, v = _TurnedHeads.apply(n_TD, w_ED, grad, cos, sin, heads, paired)
+    return Turned(qk, scale, cos, sin), v
 
 
 # --- linear + relu^2, forward and backward ---

@@ -35,8 +35,17 @@ def attention_rows():
             types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" 
                       for x in ("k", "v", "dk", "dv", "dk_more", "dv_more")}
             types |= {f"{x}_desc": f"tensordesc<fp32[{queries}]>" for x in ("lse", "delta")}
+            numbers = {} if name == "forward" else dict(N=6, STREAMS=2)
             for extra in extras[name]:
-                yield row(f"attention {name} {card} {H} {extra}", kernel, archs, plain | types, tiles, H=H, **extra)
+                absent = {} if name == "forward" else dict(turn=(None,) * 3)
+                yield row(f"attention {name} {card} {H} {extra}", kernel, archs, plain | types, tiles, H=H,
+                          **extra, **numbers, **absent)
+            if name != "forward" and card == "large":
+                rows = queries if name == "dq" else keys
+                turned = {"turn": ("*fp32", "*bf16", "*bf16")}
+                turned[f"{name[:2]}_desc"] = f"tensordesc<bf16[{rows // 2},2,{H // 2}]>"
+                yield row(f"attention {name} {card} {H} turned back", kernel, archs, plain | types | turned, tiles, H=H,
+                          **extras[name][0], **numbers)
 
 
 def pointwise_rows():
@@ -139,6 +148,12 @@ def matrix_rows():
             signature = signature | {"right": f"tensordesc<bf16[{tiles['BLOCK_N']}, {tiles['BLOCK_K']}]>"}
         yield row(f"product, transposed {transposed}", kernels._product_kernel, (90,), signature, tiles, more_left=None,
                   more_right=None, K_MORE=None, TRANSPOSED=transposed)
+    tiles = kernels.HEADS_TILES
+    rows, depth = tiles["BLOCK_T"], tiles["BLOCK_K"]
+    signature = dict(left=f"tensordesc<bf16[{rows}, {depth}]>", right=f"tensordesc<bf16[128, {depth}]>",
+                     out=f"tensordesc<bf16[1, {rows}, 64]>", scale_ptr="*fp32", cos_ptr="*bf16", sin_ptr="*bf16",
+                     T="i32:16", K="i32:16")
+    yield row("turned heads", kernels._heads_kernel, (90,), signature, tiles, N=6, H=128, STREAMS=2)
     signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", blocks="i32")
     yield row("quantize peak", kernels._quantize_peak_kernel, (80, 90), signature, kernels.QUANTIZE_TILES)
     yield row("quantize cast", kernels._quantize_cast_kernel, (89, 90),
