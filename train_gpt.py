@@ -605,13 +605,6 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Mixture:
-    """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
-    e_TD, near = kernels.leading(e_TD, gate_w.shape[-1])
-    gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(near[1:], gate_w))
-    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), kernels.previous(e_TD))]
-
-
 def gate_lanes(
     x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -917,7 +910,7 @@ class GPT(nn.Module):
         signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
         (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        _, x0 = mix(smear(embedding, self.smear_gate, w.smear), normed=True, keep_x=False)
+        x0 = kernels.smear(embedding, self.smear_gate, w.smear)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
         s = Streams(bigram, [kernels.leading(ve, half) for ve in value_embeds], {}, {}, {}, {})
         self.add_gates(next(x0), x0, s, post=False)

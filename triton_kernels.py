@@ -13,7 +13,7 @@ tables named *_TILES, keyed by what decides them, with their source. dc_triton_k
 Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
-  Pointwise                            residual mixing with its norm, norm and rotary, XSA and attention gate
+  Pointwise                            residual mixing with its norm, smear, norm and rotary, XSA, gates
   Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
@@ -448,6 +448,8 @@ POINTWISE_TILES = {
     "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
     "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
+    "smear forward": dict(ROWS=1, num_warps=1),  # both are guesses
+    "smear backward": dict(ROWS=8, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
@@ -915,21 +917,6 @@ def fan(x):
     yield from itertools.repeat(x)
 
 
-class _Previous(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.nn.functional.pad(x[:-1], (0, 0, 1, 0))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return torch.nn.functional.pad(dy[1:], (0, 0, 0, 1))
-
-
-def previous(x):
-    """Row t is x's row t - 1, row 0 is zero; (T, D). Plain copies: torch.roll's kernel takes five times as long."""
-    return _Previous.apply(x)
-
-
 class _Leading(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, width):
@@ -952,6 +939,156 @@ def leading(x, width: int):
     do, but not a stream of `mix` without a coefficient (unless it is the only one, and the sum's norm alone is read).
     """
     return _Leading.apply(x, width) if use_kernel(x) else (x, x[:, :width])
+
+
+# --- smear ---
+
+def smear_reference(e, gate_w, lam):
+    """What `smear` computes, in eager torch; the gate in e's dtype, the sum in fp32 for 16-bit inputs."""
+    gate = lam.to(e.dtype) * torch.sigmoid(torch.nn.functional.linear(e[1:, :gate_w.shape[1]], gate_w))
+    gate, before = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (gate, e[:-1]))
+    return mix_reference((None, gate), (e, before), normed=True, keep_x=False)[1]
+
+
+@jit
+def _smear_gate(e_ptr, w, t, e_step, T, W: tl.constexpr, NEAR: tl.constexpr):
+    """(rows,) the sigmoid; and (rows, NEAR), what it is made from."""
+    j = tl.arange(0, NEAR)[None, :]
+    near = tl.load(e_ptr + t[:, None] * e_step + j, mask=(t < T)[:, None] & (j < W), other=0.0).to(tl.float32)
+    return tl.sigmoid(tl.sum(near * w, 1)), near
+
+
+@jit
+def _smear_forward_kernel(
+    e_ptr, w_ptr, lam_ptr, n_ptr, e_step, T,
+    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Each row is also its neighbour's, which finds it in a cache."""
+    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
+    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (t < T)[:, None] & (d < D)
+    at = e_ptr + t[:, None] * e_step + d
+    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
+    s, _ = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
+    x = e + (tl.load(lam_ptr).to(tl.float32) * s)[:, None] * before
+    n = x * _pointwise_rms_scale(x, D)[:, None]
+    tl.store(n_ptr + t[:, None] * D + d, n.to(n_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _smear_backward_kernel(
+    dn_ptr, e_ptr, w_ptr, lam_ptr, de_ptr, partials_ptr, e_step, T,
+    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """A program walks ROWS rows from the last to the first, so that it reads each once; it starts at the row after
+    them, whose sum took a share of their last one. Partials (W + 1, programs) are those of gate_w, then of lam."""
+    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
+    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
+    lam = tl.load(lam_ptr).to(tl.float32)
+    after = tl.zeros((1,), tl.int64) + (tl.program_id(0).to(tl.int64) + 1) * ROWS
+    later = tl.zeros((1, COLUMNS), tl.float32)  # what row t + 1 hands back to row t
+    dw, dlam = tl.zeros((1, NEAR), tl.float32), tl.zeros((1,), tl.float32)
+    for step in range(0, ROWS + 1):
+        t = after - step
+        inside = (t < T)[:, None] & (d < D)
+        at = e_ptr + t[:, None] * e_step + d
+        e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
+        dn = tl.load(dn_ptr + t[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+        s, near = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
+        x = e + (lam * s)[:, None] * before
+        scale = _pointwise_rms_scale(x, D)
+        share = scale * scale * tl.sum(dn * x, 1) / D
+        dgate = scale * (tl.sum(dn * before, 1) - share * tl.sum(x * before, 1))
+        dgate = tl.where(step > 0, dgate, 0.0)  # the row after counts elsewhere
+        total = scale[:, None] * (dn - share[:, None] * x)
+        dlam += dgate * s
+        dlogit = (dgate * lam * s * (1 - s))[:, None]
+        dw += dlogit * near
+        de = total + later + dlogit * tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32)
+        tl.store(de_ptr + t[:, None] * D + d, de.to(de_ptr.dtype.element_ty), mask=inside & (step > 0))
+        later = (lam * s)[:, None] * total
+    partial = partials_ptr + tl.program_id(0)
+    tl.store(partial + j * tl.num_programs(0), dw, mask=j < W)
+    tl.store(partial + W * tl.num_programs(0) + tl.arange(0, 1), dlam)
+
+
+def _launch_smear(kernel, name, before, e, gate_w, lam, *results):
+    (T, D), W, tiles = e.shape, gate_w.shape[1], POINTWISE_TILES[name]
+    e = _pointwise_rows(e)
+    kernel[triton.cdiv(T, tiles["ROWS"]),](
+        *before, e, gate_w.contiguous(), lam, *results, e.stride(0), T,
+        W=W, NEAR=triton.next_power_of_2(W), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
+
+
+@torch.library.custom_op("speedrun::smear_forward", mutates_args=())
+def smear_forward(e: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
+    n = _smear_empty_result(e, gate_w, lam)
+    _launch_smear(_smear_forward_kernel, "smear forward", (), e, gate_w, lam, n)
+    return n
+
+
+@smear_forward.register_fake
+def _smear_empty_result(e, gate_w, lam):
+    return e.new_empty(e.shape)
+
+
+@torch.library.custom_op("speedrun::smear_backward", mutates_args=())
+def smear_backward(dn: Tensor, e: Tensor, gate_w: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """de, and (W + 1,) fp32, the gradients of gate_w and of lam."""
+    de, sums = _smear_empty_gradients(dn, e, gate_w, lam)
+    programs = triton.cdiv(len(e), POINTWISE_TILES["smear backward"]["ROWS"])
+    partials = sums.new_empty(len(sums), programs)
+    _launch_smear(_smear_backward_kernel, "smear backward", (dn.contiguous(),), e, gate_w, lam, de, partials)
+    _mix_scalars_kernel[len(sums),](partials, sums, programs, **MIX_SCALARS_TILES)
+    return de, sums
+
+
+@smear_backward.register_fake
+def _smear_empty_gradients(dn, e, gate_w, lam):
+    return e.new_empty(e.shape), e.new_empty(gate_w.shape[1] + 1, dtype=torch.float32)
+
+
+class _Smear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e, gate_w, lam):
+        ctx.save_for_backward(e, gate_w, lam)
+        return smear_forward(e, gate_w, lam)
+
+    @staticmethod
+    def backward(ctx, dn):
+        _, gate_w, lam = ctx.saved_tensors
+        de, sums = smear_backward(dn, *ctx.saved_tensors)
+        return de, sums[None, :-1].to(gate_w.dtype), sums[-1].to(lam.dtype).view(lam.shape)
+
+
+def smear(e, gate_w, lam):
+    """RMS norm of every row plus a gated share of the row before it: of e[t] + lam sigmoid(gate_w . e[t, :W]) e[t - 1].
+
+    e        (T, D), floating point, D up to 2048; rows of any stride. Row 0 takes no share
+    gate_w   (1, W), e's dtype, W up to D
+    lam      one element, floating point
+
+    Returns (T, D) in e's dtype; the norm is of the unrounded sum. Gradients reach all three, from one pass, and are
+    bitwise repeatable. Raises ValueError.
+    """
+    require(e.dim() == 2 and e.numel() > 0 and e.is_floating_point(),
+            f"e must be non-empty (T, D), floating point, not {tuple(e.shape)} {e.dtype}: reshape it")
+    require(gate_w.dim() == 2 and len(gate_w) == 1 and 1 <= gate_w.shape[1] <= e.shape[1] and gate_w.dtype == e.dtype,
+            f"gate_w must be (1, {e.shape[1]} or fewer), {e.dtype}, not {tuple(gate_w.shape)} {gate_w.dtype}: give one "
+            "weight for each column that the gate reads")
+    require(lam.numel() == 1 and lam.is_floating_point(),
+            f"lam must be one floating-point number, not {tuple(lam.shape)} {lam.dtype}: gates are made from gate_w")
+    require(e.device == gate_w.device == lam.device,
+            f"all inputs must be on {e.device}, not {[str(x.device) for x in (gate_w, lam)]}: move them there")
+    if not use_kernel(e):
+        return smear_reference(e, gate_w, lam)
+    require(e.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (e, lam)),
+            f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {e.dtype} rows of {e.shape[1]}: "
+            "use smear_reference (REFERENCE_OPS=1)")
+    return _Smear.apply(e, gate_w, lam)
 
 
 # --- norm_rotary ---

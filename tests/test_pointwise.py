@@ -19,6 +19,8 @@ from triton_kernels import (
     mix_reference,
     norm_rotary,
     norm_rotary_reference,
+    smear,
+    smear_reference,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -288,6 +290,71 @@ def test_fan_and_leading_keep_gradients(device, force_kernels):
         assert torch.equal(x.grad, want)
 
 
+# --- smear ---
+def smear_formula(gate_w, lam, e):
+    """One token at a time."""
+    W, rows = gate_w.shape[1], [e[0] + 0 * lam * gate_w.sum()]
+    for t in range(1, len(e)):
+        rows.append(e[t] + lam * torch.sigmoid((gate_w[0] * e[t, :W]).sum()) * e[t - 1])
+    x = torch.stack(rows)
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def embedding_last(op):
+    return lambda gate_w, lam, e: op(e, gate_w, lam)
+
+
+def smear_inputs(T, D, W, dtype=torch.float64, device="cpu", scalar_dtype=None, extra=0):
+    """Gate weights, lambda, and e, whose rows lie `extra` numbers apart."""
+    lam = randn(3, seed=2, dtype=scalar_dtype or dtype, device=device)[1]
+    return [randn(1, W, seed=1, dtype=dtype, device=device), lam,
+            randn(T, D + extra, seed=3, dtype=dtype, device=device)[:, :D]]
+
+
+SMEAR = [embedding_last(smear), embedding_last(smear_reference)]
+
+
+@pytest.mark.parametrize("T, D, W", [(1, 24, 12), (2, 24, 1), (23, 16, 16)])
+def test_smear_reference_is_the_formula(T, D, W):
+    assert_same_in_double(SMEAR[0], smear_formula, smear_inputs(T, D, W), weights_of(T, D)[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, D, W, extra", [
+    (1, 768, 12, 0), (4099, 768, 12, 16), (16384, 768, 12, 0), (33, 100, 5, 3),
+] if GPU else [
+    (1, 16, 12, 0), (2, 40, 12, 16), (33, 100, 5, 3), (16, 48, 16, 0), (3, 2048, 1, 0),
+])
+def test_smear_kernels_match(T, D, W, extra, dtype, device, force_kernels):
+    """Lambda's gradient is a sum over tokens, in fp32: a random rounding a token, four standard deviations."""
+    inputs = smear_inputs(T, D, W, dtype, device, torch.float32, extra)
+    weights = [3 * w for w in weights_of(T, D, device=device)[:1]]
+    got, exact = assert_kernels_match(*SMEAR, inputs, weights)
+    gate = torch.sigmoid(inputs[2].double()[:, :W] @ inputs[0].double().T)
+    before = torch.nn.functional.pad(inputs[2].double()[:-1], (0, 0, 1, 0))
+    size = (exact[2] * gate * before).norm().item()
+    bound = 4 * torch.finfo(torch.float32).eps * (math.log2(T * D) * size + exact[1].abs().item())
+    assert abs(got[1].double() - exact[1]).item() <= bound
+
+
+def test_smear_of_rows_that_are_not_contiguous(device, force_kernels):
+    gate_w, lam, e = smear_inputs(9, 32, 12, torch.float32, device)
+    assert torch.equal(smear(e.T.contiguous().T, gate_w, lam), smear(e, gate_w, lam))
+
+
+def test_smear_gives_the_gradients_that_are_wanted(device, force_kernels):
+    """Any of its inputs may want none; a gradient may come in whose rows are not contiguous."""
+    inputs, weight = smear_inputs(11, 24, 6, torch.float32, device), weights_of(24, 11, device=device)[0].float().T
+    want = torch.autograd.grad(SMEAR[1](*(leaves := [x.clone().requires_grad_() for x in inputs])), leaves, weight)
+    for wanted in range(1, 8):
+        leaves = [x.detach().requires_grad_(wanted >> i & 1 == 1) for i, x in enumerate(inputs)]
+        SMEAR[0](*leaves).backward(weight)
+        for x, g in zip(leaves, want):
+            assert (x.grad is not None) == x.requires_grad
+            if x.requires_grad:
+                torch.testing.assert_close(x.grad, g, rtol=1e-5, atol=1e-5)
+
+
 # --- norm_rotary ---
 def rotary_formula(qk, cos, sin, *, paired, key_offset):
     """One number at a time: pair j of head h of token t turns by row t (paired: 2t + h mod 2) of the tables."""
@@ -413,7 +480,10 @@ def test_full_exclusion_leaves_nothing_along_the_value(device, force_kernels):
     assert torch.equal(finish_heads(y, v, torch.zeros_like(alpha), None), y)
 
 
-# --- all three ---
+# --- all of them ---
+ONE_RESULT = "finish", "smear"
+
+
 def every_op(device, dtype=torch.float32):
     """(op, reference, inputs, options, number of results)"""
     qk, cos, sin = rotary_inputs(16, 2, 16, 32, dtype, device)
@@ -422,6 +492,7 @@ def every_op(device, dtype=torch.float32):
     yield "mix", *mixes, mix_inputs("sg1o", 16, 32, dtype, device), dict(normed=True), (32,)
     spread = (flat_injections(op, ["xy", "y"]) for op in (kernels.injections, kernels.injections_reference))
     yield "injections", *spread, injection_inputs(["xy", "y"], 16, 32, dtype, device), {}, (32,)
+    yield "smear", *SMEAR, smear_inputs(16, 32, 12, dtype, device), {}, (32,)
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
     inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
     yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
@@ -433,7 +504,7 @@ def test_rows_of_a_program_change_nothing(rows, device, force_kernels, monkeypat
         size = dict(BLOCK=32 * rows, WAVES=1) if "WAVES" in tiles else dict(ROWS=rows)
         monkeypatch.setitem(POINTWISE_TILES, name, tiles | size | dict(num_warps=4 if rows > 4 else 1))
     for name, op, reference, inputs, options, shape in every_op(device):
-        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        weights = weights_of(16, *shape, device=device)[:1 if name in ONE_RESULT else 2]
         assert_kernels_match(op, reference, inputs, weights, **options)
 
 
@@ -443,7 +514,7 @@ def test_trace_whole(which, device, force_kernels):
     """Forward and backward in one graph, references and kernels alike."""
     for name, *ops, inputs, options, shape in every_op(device):
         op = ops[which]
-        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        weights = weights_of(16, *shape, device=device)[:1 if name in ONE_RESULT else 2]
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
         for got, want in zip(*(sum(map(list, results_and_gradients(f, inputs, weights, **options)), [])
                                for f in (compiled, op))):
@@ -465,6 +536,9 @@ def test_operators_are_registered_right(device):
     gates = [coefs[1], None, None, coefs[2]]
     check(ops.injections_forward, (gates, *streams[:2]))
     check(ops.injections_backward, ([dx, None], gates, *streams[:2]))
+    gate_w, lam, e = smear_inputs(8, 32, 12, torch.float32, device)
+    check(ops.smear_forward, (e, gate_w, lam))
+    check(ops.smear_backward, (dn, e, gate_w, lam))
     qk, cos, sin = rotary_inputs(8, 2, 16, 16, torch.float32, device)
     dq, dk = (w.float() for w in weights_of(8, 2, 16, device=device))
     for flags in FLAGS:
@@ -493,6 +567,12 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: kernels.injections([(None, None)], x, x), "one may be None"),
     (lambda x, c: kernels.injections([], x, x), "1 to 8 pairs"),
     (lambda x, c: kernels.injections([(c[:1], c)], x, x), "each of 8 tokens"),
+    (lambda x, c: smear(c, c[None], c[0]), "non-empty"),
+    (lambda x, c: smear(x, c, c[0]), "one weight for each column"),
+    (lambda x, c: smear(x[:, :7], c[None], c[0]), "7 or fewer"),
+    (lambda x, c: smear(x, c[None].half(), c[0]), "torch.float32, not"),
+    (lambda x, c: smear(x, c[None], c), "one floating-point number"),
+    (lambda x, c: smear(x, c[None].to("meta"), c[0]), "move them there"),
     (lambda x, c: norm_rotary(x, c, c, paired=False, key_offset=False), r"\(T, 2, N, H\)"),
     (lambda x, c: rotated(x, 1, x[:, :4], paired=True), "even number"),
     (lambda x, c: rotated(x, 1, x[:3, :4]), "longer tables"),
@@ -513,6 +593,8 @@ def test_refused_in_a_sentence(call, words):
     lambda: mix([torch.ones(1)], [torch.ones(2, 2049)], normed=True),
     lambda: mix([torch.ones(1)], [torch.ones(2, 8).double()], normed=True),
     lambda: kernels.injections([(torch.ones(2), None)], *[torch.ones(2, 8).double()] * 2),
+    lambda: smear(torch.ones(2, 2049), torch.ones(1, 12), torch.ones(())),
+    lambda: smear(torch.ones(2, 8).double(), torch.ones(1, 8).double(), torch.ones(())),
     lambda: norm_rotary(torch.ones(2, 2, 2, 24), *[torch.ones(4, 6)] * 2, paired=False, key_offset=False),
     lambda: finish_heads(*[torch.ones(2, 2, 8)] * 2, torch.ones(2, 2), None),
 ])
