@@ -454,6 +454,8 @@ POINTWISE_TILES = {
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
     "finish_heads backward": dict(ROWS=16, num_warps=4),
+    "add_values forward": dict(BLOCK=1024, WAVES=4096, num_warps=1),  # tokens, as in a mix; both are guesses
+    "add_values backward": dict(BLOCK=1024, WAVES=16, num_warps=1),
 }
 MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
@@ -922,7 +924,7 @@ class _Leading(torch.autograd.Function):
     def forward(ctx, x, width):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.width = x.shape, width
-        return x.view_as(x), x[:, :width].contiguous()
+        return x.view_as(x), x[:, :width]
 
     @staticmethod
     def backward(ctx, dx, d):
@@ -933,10 +935,10 @@ class _Leading(torch.autograd.Function):
 
 
 def leading(x, width: int):
-    """x (T, D), to be read instead of x, and a copy of its first columns (T, width).
+    """x (T, D), to be read instead of x, and its first columns (T, width), a view.
 
-    The copy's gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
-    do, but not a stream of `mix` without a coefficient (unless it is the only one, and the sum's norm alone is read).
+    The columns' gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
+    do, but not a stream of `mix` without a coefficient.
     """
     return _Leading.apply(x, width) if use_kernel(x) else (x, x[:, :width])
 
@@ -1421,6 +1423,164 @@ def finish_heads(y, v, alpha, gate):
         return finish_heads_reference(y, v, alpha, gate)
     _require_kernel_heads(y, "finish_heads_reference")
     return _FinishHeads.apply(y, v, alpha, gate)
+
+
+# --- add_values ---
+
+def add_values_reference(v, ve, near, w):
+    """What `add_values` computes, in eager torch; gates in v's dtype, the sum in fp32 for 16-bit inputs."""
+    gate = torch.nn.functional.linear(torch.cat((near, ve[:, :near.shape[1]]), -1), w)
+    streams = v.reshape(-1, v.shape[-1]), ve.reshape(-1, v.shape[-1])
+    return mix_reference((None, (2 * torch.sigmoid(gate)).reshape(-1)), streams, normed=False)[0].view(v.shape)
+
+
+@jit
+def _add_values_weights(w_ptr, N: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, NEAR: tl.constexpr):
+    """(1, HEADS, NEAR) each: what each head's gate makes of near, and of ve."""
+    head, j = tl.arange(0, HEADS)[None, :, None], tl.arange(0, NEAR)[None, None, :]
+    at, inside = w_ptr + head * (2 * W) + j, (head < N) & (j < W)
+    of_near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return of_near, tl.load(at + W, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W: tl.constexpr, NEAR: tl.constexpr):
+    """(rows, HEADS, 1) sigmoids; and (rows, HEADS, NEAR) twice, what they are made from, once for each head: the
+    compiler would lay (rows, 1, NEAR) out as it does ve, and products with it take 32 registers."""
+    j = tl.arange(0, NEAR)[None, None, :] + tl.zeros(of_near.shape, tl.int32)
+    inside = (t < T) & (j < W)
+    near = tl.load(near_ptr + t * near_step + j, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(ve_ptr + t * ve_step + j, mask=inside, other=0.0).to(tl.float32)
+    return tl.sigmoid(tl.sum(near * of_near + own * of_ve, 2, keep_dims=True)), near, own
+
+
+@jit
+def _add_values_forward_kernel(
+    v_ptr, ve_ptr, near_ptr, w_ptr, y_ptr, v_step, ve_step, near_step, T,
+    D: tl.constexpr, H: tl.constexpr, W: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Programs walk the tokens together, ROWS at a time each, whole: a gate is made once."""
+    N: tl.constexpr = D // H
+    HEADS: tl.constexpr = COLUMNS // H
+    head, d = tl.arange(0, HEADS)[None, :, None], tl.arange(0, H)[None, None, :]
+    of_near, of_ve = _add_values_weights(w_ptr, N, W, HEADS, NEAR)
+    for group in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = (group * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        at, inside = head * H + d, (t < T) & (head < N)
+        v = tl.load(v_ptr + t * v_step + at, mask=inside, other=0.0).to(tl.float32)
+        ve = tl.load(ve_ptr + t * ve_step + at, mask=inside, other=0.0).to(tl.float32)
+        s, _, _ = _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W, NEAR)
+        tl.store(y_ptr + t * D + at, (v + 2 * s * ve).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _add_values_backward_kernel(
+    dy_ptr, ve_ptr, near_ptr, w_ptr, dve_ptr, dnear_ptr, partials_ptr, dy_step, ve_step, near_step, T,
+    D: tl.constexpr, H: tl.constexpr, W: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Each program sums its tokens' share of w's gradient into partials (2 N W, programs)."""
+    N: tl.constexpr = D // H
+    HEADS: tl.constexpr = COLUMNS // H
+    head, d, j = tl.arange(0, HEADS)[None, :, None], tl.arange(0, H)[None, None, :], tl.arange(0, NEAR)[None, None, :]
+    of_near, of_ve = _add_values_weights(w_ptr, N, W, HEADS, NEAR)
+    dof_near, dof_ve = tl.zeros((1, HEADS, NEAR), tl.float32), tl.zeros((1, HEADS, NEAR), tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = (group * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        at, inside = head * H + d, (t < T) & (head < N)
+        dy = tl.load(dy_ptr + t * dy_step + at, mask=inside, other=0.0).to(tl.float32)
+        ve = tl.load(ve_ptr + t * ve_step + at, mask=inside, other=0.0).to(tl.float32)
+        s, near, own = _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W, NEAR)
+        dlogit = 2 * s * (1 - s) * tl.sum(dy * ve, 2, keep_dims=True)
+        dof_near += tl.sum(dlogit * near, 0, keep_dims=True)
+        dof_ve += tl.sum(dlogit * own, 0, keep_dims=True)
+        dnear = tl.sum(dlogit * of_near, 1, keep_dims=True)
+        tl.store(dnear_ptr + t * W + j, dnear.to(dnear_ptr.dtype.element_ty), mask=(t < T) & (j < W))
+        # ve's columns that the gates read all lie in head 0
+        of_columns = tl.load(w_ptr + W + head * (2 * W) + d, mask=(head < N) & (d < W), other=0.0).to(tl.float32)
+        dve = 2 * s * dy + tl.where(head == 0, tl.sum(dlogit * of_columns, 1, keep_dims=True), 0.0)
+        tl.store(dve_ptr + t * D + at, dve.to(dve_ptr.dtype.element_ty), mask=inside)
+    at = partials_ptr + (head * (2 * W) + j) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(at, dof_near, mask=(head < N) & (j < W))
+    tl.store(at + W * tl.num_programs(0), dof_ve, mask=(head < N) & (j < W))
+
+
+def _launch_add_values(kernel, launch, v, ve, near, w, *results):
+    inputs, W = [_pointwise_rows(x) for x in (v, ve, near)], near.shape[1]
+    kernel[launch[0],](*inputs, w.contiguous(), *results, *(x.stride(0) for x in inputs), len(v),
+                       H=v.shape[2], W=W, NEAR=triton.next_power_of_2(W), **launch[1])
+
+
+@torch.library.custom_op("speedrun::add_values_forward", mutates_args=())
+def add_values_forward(v: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> Tensor:
+    y = _add_values_empty_result(v, ve, near, w)
+    launch = _mix_launch("add_values forward", ve)
+    _launch_add_values(_add_values_forward_kernel, launch, v, ve, near, w, y)
+    return y
+
+
+@add_values_forward.register_fake
+def _add_values_empty_result(v, ve, near, w):
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("speedrun::add_values_backward", mutates_args=())
+def add_values_backward(dy: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dve, dnear, and w's gradient in fp32, flat."""
+    dve, dnear, sums = _add_values_empty_gradients(dy, ve, near, w)
+    launch = _mix_launch("add_values backward", ve)
+    partials = sums.new_empty(len(sums), launch[0])
+    _launch_add_values(_add_values_backward_kernel, launch, dy, ve, near, w, dve, dnear, partials)
+    _mix_scalars_kernel[len(sums),](partials, sums, launch[0], **MIX_SCALARS_TILES)
+    return dve, dnear, sums
+
+
+@add_values_backward.register_fake
+def _add_values_empty_gradients(dy, ve, near, w):
+    return ve.new_empty(ve.shape), near.new_empty(near.shape), w.new_empty(w.numel(), dtype=torch.float32)
+
+
+class _AddValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, ve, near, w):
+        ctx.save_for_backward(ve, near, w)
+        return add_values_forward(v, ve, near, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        w = ctx.saved_tensors[2]
+        dve, dnear, sums = add_values_backward(dy, *ctx.saved_tensors)
+        return dy, dve, dnear, sums.to(w.dtype).view(w.shape)  # v's gradient is y's, the same tensor
+
+
+def add_values(v, ve, near, w):
+    """V plus gated value embeddings: v[t, h] + 2 sigmoid(w[h, :W] . near[t] + w[h, W:] . ve[t, :W]) ve[t, h].
+
+    v     (T, N, H), N H up to 2048; tokens of any stride
+    ve    (T, N H), a token's heads side by side; rows of any stride
+    near  (T, W), W up to H: the first columns of the attention's input, rows of any stride
+    w     (N, 2 W); all of one floating-point dtype
+
+    Returns (T, N, H), contiguous, fp32 inside and rounded once. Gradients reach all four, from one pass, and are
+    bitwise repeatable; v's is the tensor that came in. Raises ValueError.
+    """
+    T, N, H = v.shape if v.dim() == 3 else (0, 0, 0)
+    require(v.numel() > 0 and v.is_floating_point() and ve.shape == (T, N * H),
+            f"v must be (T, N, H), floating point, and ve (T, N H), not {tuple(v.shape)} {v.dtype} and "
+            f"{tuple(ve.shape)}: view them so")
+    W = near.shape[1] if near.dim() == 2 else 0
+    require(len(near) == T and 1 <= W <= H and w.shape == (N, 2 * W),
+            f"near must be ({T}, W), W up to {H}, and w ({N}, 2 W), not {tuple(near.shape)} and {tuple(w.shape)}: "
+            "give each head one weight for each column of near and of ve")
+    given = ve, near, w
+    require(all((x.dtype, x.device) == (v.dtype, v.device) for x in given),
+            f"all inputs must be {v.dtype} on {v.device}, not {[f'{x.dtype} on {x.device}' for x in given]}: "
+            "cast and move them alike")
+    if not use_kernel(v, ve):
+        return add_values_reference(v, ve, near, w)
+    _require_kernel_heads(v, "add_values_reference")
+    require(N * H <= 2048, f"the kernels take rows of up to 2048, not {N * H}: use add_values_reference "
+            "(REFERENCE_OPS=1)")
+    return _AddValues.apply(v, ve, near, w)
 
 
 # === Lookup ===

@@ -104,6 +104,12 @@ def pointwise_rows():
         name = f"finish_heads {direction}"
         yield row(f"{name} without {absent[:1]}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
                   N=6, H=128, **{x: None for x in absent if x in kernel.arg_names})
+    both = {"forward": kernels._add_values_forward_kernel, "backward": kernels._add_values_backward_kernel}
+    signature = {f"{x}_ptr": bf16 for x in ("v", "ve", "near", "w", "y", "dy", "dve", "dnear")}
+    signature |= {f"{x}_step": "i32:16" for x in ("v", "ve", "near", "dy")} | {"partials_ptr": "*fp32", "T": "i32:16"}
+    for direction, kernel in both.items():
+        name, sizes = f"add_values {direction}", dict(D=768, H=128, W=6, NEAR=8, ROWS=1, COLUMNS=1024)
+        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], **sizes)
 
 
 def matrix_rows():

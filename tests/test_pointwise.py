@@ -13,6 +13,8 @@ from kernel_tools import DTYPES, GPU, LOW, aot_all, assert_as_good_as_eager, ass
 import triton_kernels as kernels
 from triton_kernels import (
     POINTWISE_TILES,
+    add_values,
+    add_values_reference,
     finish_heads,
     finish_heads_reference,
     mix,
@@ -282,6 +284,7 @@ def test_fan_and_leading_keep_gradients(device, force_kernels):
     for reads in (0, 1, 2, 3, 5, 6, 12):
         x = randn(7, 16, dtype=torch.float32, device=device).requires_grad_()
         y, near = kernels.leading(x * 2, 5)
+        assert near.data_ptr() == y.data_ptr() and near.shape == (7, 5)  # no copy
         aliases = kernels.fan(y)
         parts = [(next(aliases) * (i + 1)).sum() for i in range(reads)]
         (sum(parts) + (near * 10).sum()).backward()
@@ -480,8 +483,57 @@ def test_full_exclusion_leaves_nothing_along_the_value(device, force_kernels):
     assert torch.equal(finish_heads(y, v, torch.zeros_like(alpha), None), y)
 
 
+# --- add_values ---
+def values_formula(v, ve, near, w):
+    """One head at a time."""
+    (_, N, H), W, heads = v.shape, near.shape[1], []
+    for h in range(N):
+        gate = 2 * torch.sigmoid(near @ w[h, :W] + ve[:, :W] @ w[h, W:])
+        heads.append(v[:, h] + gate[:, None] * ve[:, h * H:(h + 1) * H])
+    return torch.stack(heads, 1)
+
+
+def values_inputs(T, N, H, W, dtype=torch.float64, device="cpu", extra=0):
+    """v, ve and near as columns of wider tensors, `extra` numbers apart."""
+    v, ve = (randn(T, N * H + extra, seed=s, dtype=dtype, device=device)[:, :N * H] for s in (1, 2))
+    near = randn(T, 2 * H, seed=3, dtype=dtype, device=device)[:, :W]
+    return [v.view(T, N, H), ve, near, randn(N, 2 * W, seed=4, dtype=dtype, device=device)]
+
+
+@pytest.mark.parametrize("T, N, H, W", [(1, 1, 5, 5), (2, 3, 8, 1), (13, 3, 16, 6)])
+def test_add_values_reference_is_the_formula(T, N, H, W):
+    assert_same_in_double(add_values, values_formula, values_inputs(T, N, H, W), weights_of(T, N, H)[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, N, H, W, extra", [
+    (1, 6, 128, 6, 0), (16384, 6, 128, 6, 0), (4099, 6, 128, 6, 16), (1001, 12, 64, 5, 1),
+] if GPU else [
+    (1, 1, 16, 6, 0), (2, 3, 32, 1, 0), (33, 6, 16, 6, 16), (5, 6, 128, 6, 0), (18, 2, 16, 16, 1),
+])
+def test_add_values_kernels_match(T, N, H, W, extra, dtype, device, force_kernels):
+    inputs = values_inputs(T, N, H, W, dtype, device, extra)
+    weights = [3 * w for w in weights_of(T, N, H, device=device)[:1]]
+    assert_kernels_match(add_values, add_values_reference, inputs, weights)
+
+
+def test_add_values_gives_the_gradients_that_are_wanted(device, force_kernels):
+    """Any of its inputs may want none; v's is the one that came in, whose tokens need not be contiguous."""
+    inputs = values_inputs(7, 2, 16, 4, torch.float32, device)
+    weight = weights_of(7, 2, 32, device=device)[0].float()[..., :16]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(values_formula(*leaves), leaves, weight)
+    for wanted in range(1, 16):
+        leaves = [x.detach().requires_grad_(wanted >> i & 1 == 1) for i, x in enumerate(inputs)]
+        needed = [x for x in leaves if x.requires_grad]
+        got = torch.autograd.grad(add_values(*leaves), needed, weight)
+        for g, full in zip(got, (g for x, g in zip(leaves, want) if x.requires_grad)):
+            torch.testing.assert_close(g, full, rtol=1e-5, atol=1e-5)
+        assert wanted % 2 == 0 or got[0].data_ptr() == weight.data_ptr()
+
+
 # --- all of them ---
-ONE_RESULT = "finish", "smear"
+ONE_RESULT = "finish", "smear", "add_values"
 
 
 def every_op(device, dtype=torch.float32):
@@ -496,6 +548,7 @@ def every_op(device, dtype=torch.float32):
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
     inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
     yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
+    yield "add_values", add_values, add_values_reference, values_inputs(16, 2, 16, 6, dtype, device), {}, (2, 16)
 
 
 @pytest.mark.parametrize("rows", [2, 32] if GPU else [1, 2, 4, 32])
@@ -548,6 +601,9 @@ def test_operators_are_registered_right(device):
     for columns in (alpha, gate), (alpha, None), (None, gate):
         check(ops.finish_heads_forward, (y, v, *columns))
         check(ops.finish_heads_backward, (dq, y, v, *columns))
+    v, ve, near, w = values_inputs(8, 2, 16, 6, torch.float32, device)
+    check(ops.add_values_forward, (v, ve, near, w))
+    check(ops.add_values_backward, (dq, ve, near.contiguous(), w))
 
 
 def rotated(x, N, cos, sin=None, paired=False):
@@ -583,6 +639,13 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: finish_heads(x[None], x[None], None, None), "not both be None"),
     (lambda x, c: finish_heads(x[None], x[None], c, None), "one number for each head"),
     (lambda x, c: finish_heads(x[None], x[None], c[None].to("meta"), None), "move them there"),
+    (lambda x, c: add_values(x, x, x, x), "view them so"),
+    (lambda x, c: add_values(x[:, None], x[1:], x, x), "view them so"),
+    (lambda x, c: add_values(x[:, None], x, x[1:], x), "one weight for each column"),
+    (lambda x, c: add_values(x[:, None], x, x[:, :6], x), "one weight for each column"),
+    (lambda x, c: add_values(x.view(8, 4, 4), x, x[:, :5], x[:4, :10]), "W up to 4"),
+    (lambda x, c: add_values(x[:, None], x.half(), x[:, :6], x[:1, :12]), "cast and move"),
+    (lambda x, c: add_values(x[:, None], x, x[:, :6], x[:1, :12].to("meta")), "cast and move"),
 ])
 def test_refused_in_a_sentence(call, words):
     with pytest.raises(ValueError, match=words):
@@ -597,6 +660,8 @@ def test_refused_in_a_sentence(call, words):
     lambda: smear(torch.ones(2, 8).double(), torch.ones(1, 8).double(), torch.ones(())),
     lambda: norm_rotary(torch.ones(2, 2, 2, 24), *[torch.ones(4, 6)] * 2, paired=False, key_offset=False),
     lambda: finish_heads(*[torch.ones(2, 2, 8)] * 2, torch.ones(2, 2), None),
+    lambda: add_values(torch.ones(2, 2, 24), torch.ones(2, 48), torch.ones(2, 6), torch.ones(2, 12)),
+    lambda: add_values(torch.ones(2, 33, 64), torch.ones(2, 2112), torch.ones(2, 6), torch.ones(33, 12)),
 ])
 def test_kernels_name_their_limits(call, force_kernels):
     with pytest.raises(ValueError, match="the kernels take .*REFERENCE_OPS=1"):
