@@ -984,8 +984,8 @@ def _smear_backward_kernel(
     dn_ptr, e_ptr, w_ptr, lam_ptr, de_ptr, partials_ptr, e_step, T,
     W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """A program walks ROWS rows from the last to the first, so that it reads each once; it starts at the row after
-    them, whose sum took a share of their last one. Partials (W + 1, programs) are those of gate_w, then of lam."""
+    """A program walks ROWS rows from the last to the first, finding in a cache what it has read; it starts at the row
+    after them, whose sum took a share of their last one. Partials (W + 1, programs) are those of gate_w, then lam."""
     d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
     w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
     lam = tl.load(lam_ptr).to(tl.float32)
@@ -1005,13 +1005,13 @@ def _smear_backward_kernel(
         share = scale * scale * tl.sum(dn * x, 1) / D
         dgate = scale * (tl.sum(dn * before, 1) - share * tl.sum(x * before, 1))
         dgate = tl.where(step > 0, dgate, 0.0)  # the row after counts elsewhere
-        total = scale[:, None] * (dn - share[:, None] * x)
+        rest = dn - share[:, None] * x
         dlam += dgate * s
         dlogit = (dgate * lam * s * (1 - s))[:, None]
         dw += dlogit * near
-        de = total + later + dlogit * tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32)
+        de = scale[:, None] * rest + later + dlogit * tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32)
         tl.store(de_ptr + t[:, None] * D + d, de.to(de_ptr.dtype.element_ty), mask=inside & (step > 0))
-        later = (lam * s)[:, None] * total
+        later = (lam * s * scale)[:, None] * rest
     partial = partials_ptr + tl.program_id(0)
     tl.store(partial + j * tl.num_programs(0), dw, mask=j < W)
     tl.store(partial + W * tl.num_programs(0) + tl.arange(0, 1), dlam)
