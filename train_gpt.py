@@ -606,13 +606,6 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def smear(e_TD: Tensor, gate_w: Tensor, lam: Tensor) -> Mixture:
-    """Each token's embedding and a gated share of the one before it, across documents; none for the first token."""
-    e_TD, near = kernels.leading(e_TD, gate_w.shape[-1])
-    gate = lam.to(e_TD.dtype) * torch.sigmoid(F.linear(near[1:], gate_w))
-    return [(None, e_TD), (F.pad(gate, (0, 0, 1, 0)), kernels.previous(e_TD))]
-
-
 def gate_lanes(
     x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -713,7 +706,7 @@ class Streams(NamedTuple):
     """What layers share. Each read of an iterator is an alias, so that gradients meet in one sum: see kernels.fan."""
 
     bigram: Iterator[Tensor]
-    value_embeds: list[tuple[Tensor, Tensor]]  # (T, D) each, and their first columns
+    value_embeds: list[tuple[Tensor, Tensor]]  # (T, D) each, and the weights (N, smear_dims) of their gates
     caches: dict[str, Iterator[Tensor]]  # earlier outputs by name
     norms: dict[str, Iterator[Tensor]]  # norm of each cache that attention reads
     gates: dict[tuple[str, int], Tensor]  # lanes by (name, layer)
@@ -915,13 +908,13 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, w: Weights) -> tuple[Tensor, Tensor, Iterator[Tensor], Streams]:
         """Input of layer 0, its norm, the embedding stream x0, and the streams all layers share."""
-        tokens, planes, half = batch.inputs, self.cfg.value_planes, self.cfg.smear_dims // 2
+        tokens, planes = batch.inputs, self.cfg.value_planes
         signs = (self.sign_table, sign_rows(tokens, self.cfg.sign_rows)) if self.cfg.sign_rows else None
         (bigram,) = kernels.lookup(batch.bigram_rows, [self.bigram_embed], [1], signs)
         embedding, *value_embeds = kernels.lookup(tokens, [self.embed, self.value_embeds], [1, planes])
-        _, x0 = mix(smear(embedding, self.smear_gate, w.smear), normed=True, keep_x=False)
+        x0 = kernels.smear(embedding, self.smear_gate, w.smear)
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
-        s = Streams(bigram, [kernels.leading(ve, half) for ve in value_embeds], {}, {}, {}, {})
+        s = Streams(bigram, list(zip(value_embeds, self.ve_gate_bank.unbind())), {}, {}, {}, {})
         self.add_gates(next(x0), x0, s, post=False)
         x, n = mix([(None, next(x0)), (s.gates["bigram", 0], next(bigram))], normed=True)
         s.caches["embed"] = kernels.fan(x)
@@ -994,34 +987,33 @@ class GPT(nn.Module):
 
     def extra_values(
         self, i: int, near: Tensor | None, x: Iterator[Tensor], s: Streams, mu: dict[str, Tensor] | None
-    ) -> Mixture:
-        """What layer i adds to V, head by head: its value embedding, gated by the first columns of itself and of the
-        attention's input (near), and with MUDD three residual streams."""
-        plane, N = self.cfg.plan[i].value_embed, self.cfg.heads
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Adds to V (T, N, H) of layer i, head by head: its value embedding, gated by the first columns of itself and
+        of the attention's input (near), and with MUDD three residual streams."""
+        plane, N, H = self.cfg.plan[i].value_embed, self.cfg.heads, self.cfg.head_dim
         if plane is None:
-            return []
-        ve, ve_near = s.value_embeds[plane]
+            return None
+        ve, gate_w = s.value_embeds[plane]
         if mu is None:
-            gate = F.linear(torch.cat((near, ve_near), dim=-1), self.ve_gate_bank[plane])
-            extra = [(2 * torch.sigmoid(gate), ve)]
-        else:
-            coefs, streams = mu["value"].split(1, dim=-1), (next(s.caches["embed"]), next(s.caches["mid"]), next(x))
-            extra = [(mu["value_embed"].repeat_interleave(N // 2, dim=-1), ve)]
-            extra += [(c.expand(-1, N), stream) for c, stream in zip(coefs, streams)]
-        return [(gate.reshape(-1), stream.view(-1, self.cfg.head_dim)) for gate, stream in extra]
+            return lambda v: kernels.add_values(v, ve, near, gate_w)
+        coefs, streams = mu["value"].split(1, dim=-1), (next(s.caches["embed"]), next(s.caches["mid"]), next(x))
+        extra = [(mu["value_embed"].repeat_interleave(N // 2, dim=-1), ve)]
+        extra += [(c.expand(-1, N), stream) for c, stream in zip(coefs, streams)]
+        extra = [(gate.reshape(-1), stream.view(-1, H)) for gate, stream in extra]
+        return lambda v: mix([(None, v.view(-1, H)), *extra], normed=False)[0].view(v.shape)
 
     def attention(
-        self, i: int, n: Tensor, extra: Mixture, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
+        self, i: int, n: Tensor, extra: Callable | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> Tensor:
-        """Attention of layer i from its normed input n, output projection included."""
+        """Attention of layer i from its normed input n, output projection included; extra adds to V."""
         spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
         slot = self.cfg.attn_layers.index(i)
         qk, v = kernels.linear(n, *zip(w.qk[slot], w.v[slot]))
         qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
         q, k = kernels.norm_rotary(qk, self.cos, self.sin, **turn)
-        if extra:
-            v, _ = mix([(None, v.view(T * N, -1)), *extra], normed=False)
         v = v.view(T, N, -1)
+        if extra:
+            v = extra(v)
         window = view.long if spec.window == "long" else view.short
         y, q, k, v = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
         dc = self.dc_weights(i, n, s)

@@ -13,7 +13,7 @@ tables named *_TILES, keyed by what decides them, with their source. dc_triton_k
 Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
-  Pointwise                            residual mixing with its norm, norm and rotary, XSA and attention gate
+  Pointwise                            residual mixing with its norm, smear, norm and rotary, XSA, gates
   Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
@@ -573,10 +573,14 @@ POINTWISE_TILES = {
     "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
     "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
+    "smear forward": dict(ROWS=1, num_warps=1),  # both are guesses
+    "smear backward": dict(ROWS=8, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
     "finish_heads backward": dict(ROWS=16, num_warps=4),
+    "add_values forward": dict(BLOCK=1024, WAVES=4096, num_warps=1),  # tokens, as in a mix; both are guesses
+    "add_values backward": dict(BLOCK=1024, WAVES=16, num_warps=1),
 }
 MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
@@ -1082,27 +1086,12 @@ def fan(x):
     yield from itertools.repeat(x)
 
 
-class _Previous(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.nn.functional.pad(x[:-1], (0, 0, 1, 0))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return torch.nn.functional.pad(dy[1:], (0, 0, 0, 1))
-
-
-def previous(x):
-    """Row t is x's row t - 1, row 0 is zero; (T, D). Plain copies: torch.roll's kernel takes five times as long."""
-    return _Previous.apply(x)
-
-
 class _Leading(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, width):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.width = x.shape, width
-        return x.view_as(x), x[:, :width].contiguous()
+        return x.view_as(x), x[:, :width]
 
     @staticmethod
     def backward(ctx, dx, d):
@@ -1113,12 +1102,162 @@ class _Leading(torch.autograd.Function):
 
 
 def leading(x, width: int):
-    """x (T, D), to be read instead of x, and a copy of its first columns (T, width).
+    """x (T, D), to be read instead of x, and its first columns (T, width), a view.
 
-    The copy's gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
-    do, but not a stream of `mix` without a coefficient (unless it is the only one, and the sum's norm alone is read).
+    The columns' gradient is added to x's in place, so whoever reads x must hand back a gradient of its own, as products
+    do, but not a stream of `mix` without a coefficient.
     """
     return _Leading.apply(x, width) if use_kernel(x) else (x, x[:, :width])
+
+
+# --- smear ---
+
+def smear_reference(e, gate_w, lam):
+    """What `smear` computes, in eager torch; the gate in e's dtype, the sum in fp32 for 16-bit inputs."""
+    gate = lam.to(e.dtype) * torch.sigmoid(torch.nn.functional.linear(e[1:, :gate_w.shape[1]], gate_w))
+    gate, before = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (gate, e[:-1]))
+    return mix_reference((None, gate), (e, before), normed=True, keep_x=False)[1]
+
+
+@jit
+def _smear_gate(e_ptr, w, t, e_step, T, W: tl.constexpr, NEAR: tl.constexpr):
+    """(rows,) the sigmoid; and (rows, NEAR), what it is made from."""
+    j = tl.arange(0, NEAR)[None, :]
+    near = tl.load(e_ptr + t[:, None] * e_step + j, mask=(t < T)[:, None] & (j < W), other=0.0).to(tl.float32)
+    return tl.sigmoid(tl.sum(near * w, 1)), near
+
+
+@jit
+def _smear_forward_kernel(
+    e_ptr, w_ptr, lam_ptr, n_ptr, e_step, T,
+    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Each row is also its neighbour's, which finds it in a cache."""
+    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
+    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (t < T)[:, None] & (d < D)
+    at = e_ptr + t[:, None] * e_step + d
+    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
+    s, _ = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
+    x = e + (tl.load(lam_ptr).to(tl.float32) * s)[:, None] * before
+    n = x * _pointwise_rms_scale(x, D)[:, None]
+    tl.store(n_ptr + t[:, None] * D + d, n.to(n_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _smear_backward_kernel(
+    dn_ptr, e_ptr, w_ptr, lam_ptr, de_ptr, partials_ptr, e_step, T,
+    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """A program walks ROWS rows from the last to the first, finding in a cache what it has read; it starts at the row
+    after them, whose sum took a share of their last one. Partials (W + 1, programs) are those of gate_w, then lam."""
+    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
+    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
+    lam = tl.load(lam_ptr).to(tl.float32)
+    after = tl.zeros((1,), tl.int64) + (tl.program_id(0).to(tl.int64) + 1) * ROWS
+    later = tl.zeros((1, COLUMNS), tl.float32)  # what row t + 1 hands back to row t
+    dw, dlam = tl.zeros((1, NEAR), tl.float32), tl.zeros((1,), tl.float32)
+    for step in range(0, ROWS + 1):
+        t = after - step
+        inside = (t < T)[:, None] & (d < D)
+        at = e_ptr + t[:, None] * e_step + d
+        e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
+        dn = tl.load(dn_ptr + t[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+        s, near = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
+        x = e + (lam * s)[:, None] * before
+        scale = _pointwise_rms_scale(x, D)
+        share = scale * scale * tl.sum(dn * x, 1) / D
+        dgate = scale * (tl.sum(dn * before, 1) - share * tl.sum(x * before, 1))
+        dgate = tl.where(step > 0, dgate, 0.0)  # the row after counts elsewhere
+        rest = dn - share[:, None] * x
+        dlam += dgate * s
+        dlogit = (dgate * lam * s * (1 - s))[:, None]
+        dw += dlogit * near
+        de = scale[:, None] * rest + later + dlogit * tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32)
+        tl.store(de_ptr + t[:, None] * D + d, de.to(de_ptr.dtype.element_ty), mask=inside & (step > 0))
+        later = (lam * s * scale)[:, None] * rest
+    partial = partials_ptr + tl.program_id(0)
+    tl.store(partial + j * tl.num_programs(0), dw, mask=j < W)
+    tl.store(partial + W * tl.num_programs(0) + tl.arange(0, 1), dlam)
+
+
+def _launch_smear(kernel, name, before, e, gate_w, lam, *results):
+    (T, D), W, tiles = e.shape, gate_w.shape[1], POINTWISE_TILES[name]
+    e = _pointwise_rows(e)
+    kernel[triton.cdiv(T, tiles["ROWS"]),](
+        *before, e, gate_w.contiguous(), lam, *results, e.stride(0), T,
+        W=W, NEAR=triton.next_power_of_2(W), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
+
+
+@torch.library.custom_op("speedrun::smear_forward", mutates_args=())
+def smear_forward(e: Tensor, gate_w: Tensor, lam: Tensor) -> Tensor:
+    n = _smear_empty_result(e, gate_w, lam)
+    _launch_smear(_smear_forward_kernel, "smear forward", (), e, gate_w, lam, n)
+    return n
+
+
+@smear_forward.register_fake
+def _smear_empty_result(e, gate_w, lam):
+    return e.new_empty(e.shape)
+
+
+@torch.library.custom_op("speedrun::smear_backward", mutates_args=())
+def smear_backward(dn: Tensor, e: Tensor, gate_w: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """de, and (W + 1,) fp32, the gradients of gate_w and of lam."""
+    de, sums = _smear_empty_gradients(dn, e, gate_w, lam)
+    programs = triton.cdiv(len(e), POINTWISE_TILES["smear backward"]["ROWS"])
+    partials = sums.new_empty(len(sums), programs)
+    _launch_smear(_smear_backward_kernel, "smear backward", (dn.contiguous(),), e, gate_w, lam, de, partials)
+    _mix_scalars_kernel[len(sums),](partials, sums, programs, **MIX_SCALARS_TILES)
+    return de, sums
+
+
+@smear_backward.register_fake
+def _smear_empty_gradients(dn, e, gate_w, lam):
+    return e.new_empty(e.shape), e.new_empty(gate_w.shape[1] + 1, dtype=torch.float32)
+
+
+class _Smear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e, gate_w, lam):
+        ctx.save_for_backward(e, gate_w, lam)
+        return smear_forward(e, gate_w, lam)
+
+    @staticmethod
+    def backward(ctx, dn):
+        _, gate_w, lam = ctx.saved_tensors
+        de, sums = smear_backward(dn, *ctx.saved_tensors)
+        return de, sums[None, :-1].to(gate_w.dtype), sums[-1].to(lam.dtype).view(lam.shape)
+
+
+def smear(e, gate_w, lam):
+    """RMS norm of every row plus a gated share of the row before it: of e[t] + lam sigmoid(gate_w . e[t, :W]) e[t - 1].
+
+    e        (T, D), floating point, D up to 2048; rows of any stride. Row 0 takes no share
+    gate_w   (1, W), e's dtype, W up to D
+    lam      one element, floating point
+
+    Returns (T, D) in e's dtype; the norm is of the unrounded sum. Gradients reach all three, from one pass, and are
+    bitwise repeatable. Raises ValueError.
+    """
+    require(e.dim() == 2 and e.numel() > 0 and e.is_floating_point(),
+            f"e must be non-empty (T, D), floating point, not {tuple(e.shape)} {e.dtype}: reshape it")
+    require(gate_w.dim() == 2 and len(gate_w) == 1 and 1 <= gate_w.shape[1] <= e.shape[1] and gate_w.dtype == e.dtype,
+            f"gate_w must be (1, {e.shape[1]} or fewer), {e.dtype}, not {tuple(gate_w.shape)} {gate_w.dtype}: give one "
+            "weight for each column that the gate reads")
+    require(lam.numel() == 1 and lam.is_floating_point(),
+            f"lam must be one floating-point number, not {tuple(lam.shape)} {lam.dtype}: gates are made from gate_w")
+    require(e.device == gate_w.device == lam.device,
+            f"all inputs must be on {e.device}, not {[str(x.device) for x in (gate_w, lam)]}: move them there")
+    if not use_kernel(e):
+        return smear_reference(e, gate_w, lam)
+    require(e.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (e, lam)),
+            f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {e.dtype} rows of {e.shape[1]}: "
+            "use smear_reference (REFERENCE_OPS=1)")
+    return _Smear.apply(e, gate_w, lam)
 
 
 # --- norm_rotary ---
@@ -1444,6 +1583,164 @@ def finish_heads(y, v, alpha, gate):
         return finish_heads_reference(y, v, alpha, gate)
     _require_kernel_heads(y, "finish_heads_reference")
     return _FinishHeads.apply(y, v, alpha, gate)
+
+
+# --- add_values ---
+
+def add_values_reference(v, ve, near, w):
+    """What `add_values` computes, in eager torch; gates in v's dtype, the sum in fp32 for 16-bit inputs."""
+    gate = torch.nn.functional.linear(torch.cat((near, ve[:, :near.shape[1]]), -1), w)
+    streams = v.reshape(-1, v.shape[-1]), ve.reshape(-1, v.shape[-1])
+    return mix_reference((None, (2 * torch.sigmoid(gate)).reshape(-1)), streams, normed=False)[0].view(v.shape)
+
+
+@jit
+def _add_values_weights(w_ptr, N: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, NEAR: tl.constexpr):
+    """(1, HEADS, NEAR) each: what each head's gate makes of near, and of ve."""
+    head, j = tl.arange(0, HEADS)[None, :, None], tl.arange(0, NEAR)[None, None, :]
+    at, inside = w_ptr + head * (2 * W) + j, (head < N) & (j < W)
+    of_near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return of_near, tl.load(at + W, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W: tl.constexpr, NEAR: tl.constexpr):
+    """(rows, HEADS, 1) sigmoids; and (rows, HEADS, NEAR) twice, what they are made from, once for each head: the
+    compiler would lay (rows, 1, NEAR) out as it does ve, and products with it take 32 registers."""
+    j = tl.arange(0, NEAR)[None, None, :] + tl.zeros(of_near.shape, tl.int32)
+    inside = (t < T) & (j < W)
+    near = tl.load(near_ptr + t * near_step + j, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(ve_ptr + t * ve_step + j, mask=inside, other=0.0).to(tl.float32)
+    return tl.sigmoid(tl.sum(near * of_near + own * of_ve, 2, keep_dims=True)), near, own
+
+
+@jit
+def _add_values_forward_kernel(
+    v_ptr, ve_ptr, near_ptr, w_ptr, y_ptr, v_step, ve_step, near_step, T,
+    D: tl.constexpr, H: tl.constexpr, W: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Programs walk the tokens together, ROWS at a time each, whole: a gate is made once."""
+    N: tl.constexpr = D // H
+    HEADS: tl.constexpr = COLUMNS // H
+    head, d = tl.arange(0, HEADS)[None, :, None], tl.arange(0, H)[None, None, :]
+    of_near, of_ve = _add_values_weights(w_ptr, N, W, HEADS, NEAR)
+    for group in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = (group * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        at, inside = head * H + d, (t < T) & (head < N)
+        v = tl.load(v_ptr + t * v_step + at, mask=inside, other=0.0).to(tl.float32)
+        ve = tl.load(ve_ptr + t * ve_step + at, mask=inside, other=0.0).to(tl.float32)
+        s, _, _ = _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W, NEAR)
+        tl.store(y_ptr + t * D + at, (v + 2 * s * ve).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _add_values_backward_kernel(
+    dy_ptr, ve_ptr, near_ptr, w_ptr, dve_ptr, dnear_ptr, partials_ptr, dy_step, ve_step, near_step, T,
+    D: tl.constexpr, H: tl.constexpr, W: tl.constexpr, NEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Each program sums its tokens' share of w's gradient into partials (2 N W, programs)."""
+    N: tl.constexpr = D // H
+    HEADS: tl.constexpr = COLUMNS // H
+    head, d, j = tl.arange(0, HEADS)[None, :, None], tl.arange(0, H)[None, None, :], tl.arange(0, NEAR)[None, None, :]
+    of_near, of_ve = _add_values_weights(w_ptr, N, W, HEADS, NEAR)
+    dof_near, dof_ve = tl.zeros((1, HEADS, NEAR), tl.float32), tl.zeros((1, HEADS, NEAR), tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = (group * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None, None]
+        at, inside = head * H + d, (t < T) & (head < N)
+        dy = tl.load(dy_ptr + t * dy_step + at, mask=inside, other=0.0).to(tl.float32)
+        ve = tl.load(ve_ptr + t * ve_step + at, mask=inside, other=0.0).to(tl.float32)
+        s, near, own = _add_values_gates(near_ptr, ve_ptr, of_near, of_ve, t, near_step, ve_step, T, W, NEAR)
+        dlogit = 2 * s * (1 - s) * tl.sum(dy * ve, 2, keep_dims=True)
+        dof_near += tl.sum(dlogit * near, 0, keep_dims=True)
+        dof_ve += tl.sum(dlogit * own, 0, keep_dims=True)
+        dnear = tl.sum(dlogit * of_near, 1, keep_dims=True)
+        tl.store(dnear_ptr + t * W + j, dnear.to(dnear_ptr.dtype.element_ty), mask=(t < T) & (j < W))
+        # ve's columns that the gates read all lie in head 0
+        of_columns = tl.load(w_ptr + W + head * (2 * W) + d, mask=(head < N) & (d < W), other=0.0).to(tl.float32)
+        dve = 2 * s * dy + tl.where(head == 0, tl.sum(dlogit * of_columns, 1, keep_dims=True), 0.0)
+        tl.store(dve_ptr + t * D + at, dve.to(dve_ptr.dtype.element_ty), mask=inside)
+    at = partials_ptr + (head * (2 * W) + j) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(at, dof_near, mask=(head < N) & (j < W))
+    tl.store(at + W * tl.num_programs(0), dof_ve, mask=(head < N) & (j < W))
+
+
+def _launch_add_values(kernel, launch, v, ve, near, w, *results):
+    inputs, W = [_pointwise_rows(x) for x in (v, ve, near)], near.shape[1]
+    kernel[launch[0],](*inputs, w.contiguous(), *results, *(x.stride(0) for x in inputs), len(v),
+                       H=v.shape[2], W=W, NEAR=triton.next_power_of_2(W), **launch[1])
+
+
+@torch.library.custom_op("speedrun::add_values_forward", mutates_args=())
+def add_values_forward(v: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> Tensor:
+    y = _add_values_empty_result(v, ve, near, w)
+    launch = _mix_launch("add_values forward", ve)
+    _launch_add_values(_add_values_forward_kernel, launch, v, ve, near, w, y)
+    return y
+
+
+@add_values_forward.register_fake
+def _add_values_empty_result(v, ve, near, w):
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("speedrun::add_values_backward", mutates_args=())
+def add_values_backward(dy: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dve, dnear, and w's gradient in fp32, flat."""
+    dve, dnear, sums = _add_values_empty_gradients(dy, ve, near, w)
+    launch = _mix_launch("add_values backward", ve)
+    partials = sums.new_empty(len(sums), launch[0])
+    _launch_add_values(_add_values_backward_kernel, launch, dy, ve, near, w, dve, dnear, partials)
+    _mix_scalars_kernel[len(sums),](partials, sums, launch[0], **MIX_SCALARS_TILES)
+    return dve, dnear, sums
+
+
+@add_values_backward.register_fake
+def _add_values_empty_gradients(dy, ve, near, w):
+    return ve.new_empty(ve.shape), near.new_empty(near.shape), w.new_empty(w.numel(), dtype=torch.float32)
+
+
+class _AddValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, ve, near, w):
+        ctx.save_for_backward(ve, near, w)
+        return add_values_forward(v, ve, near, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        w = ctx.saved_tensors[2]
+        dve, dnear, sums = add_values_backward(dy, *ctx.saved_tensors)
+        return dy, dve, dnear, sums.to(w.dtype).view(w.shape)  # v's gradient is y's, the same tensor
+
+
+def add_values(v, ve, near, w):
+    """V plus gated value embeddings: v[t, h] + 2 sigmoid(w[h, :W] . near[t] + w[h, W:] . ve[t, :W]) ve[t, h].
+
+    v     (T, N, H), N H up to 2048; tokens of any stride
+    ve    (T, N H), a token's heads side by side; rows of any stride
+    near  (T, W), W up to H: the first columns of the attention's input, rows of any stride
+    w     (N, 2 W); all of one floating-point dtype
+
+    Returns (T, N, H), contiguous, fp32 inside and rounded once. Gradients reach all four, from one pass, and are
+    bitwise repeatable; v's is the tensor that came in. Raises ValueError.
+    """
+    T, N, H = v.shape if v.dim() == 3 else (0, 0, 0)
+    require(v.numel() > 0 and v.is_floating_point() and ve.shape == (T, N * H),
+            f"v must be (T, N, H), floating point, and ve (T, N H), not {tuple(v.shape)} {v.dtype} and "
+            f"{tuple(ve.shape)}: view them so")
+    W = near.shape[1] if near.dim() == 2 else 0
+    require(len(near) == T and 1 <= W <= H and w.shape == (N, 2 * W),
+            f"near must be ({T}, W), W up to {H}, and w ({N}, 2 W), not {tuple(near.shape)} and {tuple(w.shape)}: "
+            "give each head one weight for each column of near and of ve")
+    given = ve, near, w
+    require(all((x.dtype, x.device) == (v.dtype, v.device) for x in given),
+            f"all inputs must be {v.dtype} on {v.device}, not {[f'{x.dtype} on {x.device}' for x in given]}: "
+            "cast and move them alike")
+    if not use_kernel(v, ve):
+        return add_values_reference(v, ve, near, w)
+    _require_kernel_heads(v, "add_values_reference")
+    require(N * H <= 2048, f"the kernels take rows of up to 2048, not {N * H}: use add_values_reference "
+            "(REFERENCE_OPS=1)")
+    return _AddValues.apply(v, ve, near, w)
 
 
 # === Lookup ===

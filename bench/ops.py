@@ -241,12 +241,21 @@ def pointwise_cases(s: Sizes) -> Iterator[Case]:
     def injected(op: Callable) -> Callable:  # six pairs of gates
         return lambda *x: op(list(zip(x[:6], x[6:12])), *x[12:])
 
+    def smeared(op: Callable) -> Callable:
+        return lambda e, gate_w: op(e, gate_w, lambdas[0].to(torch.promote_types(e.dtype, torch.float32)))
+
+    def value_embeds() -> list[Tensor]:
+        gated = s.model.smear_dims
+        return [s.heads(), s.randn(s.T, D), s.randn(s.T, gated // 2), s.randn(N, gated)]
+
     gates = lambda: [s.randn(s.T), s.randn(s.T)]  # noqa: E731
     for name, wrap, inputs, forward, both in (
         ("mix", mixed, lambda: gates() + [s.randn(s.T, D) for _ in range(4)], 6, 16),
         ("injections", injected, lambda: 6 * gates() + [s.randn(s.T, D) for _ in range(2)], 8, 18),
+        ("smear", smeared, lambda: [s.randn(s.T, D), s.randn(1, s.model.smear_dims)], 2, 5),
         ("norm_rotary", rotated, lambda: [s.heads(2)], 4, 10),
         ("finish_heads", finished, lambda: [s.heads(), s.heads()], 3, 8),
+        ("add_values", lambda op: op, value_embeds, 3, 6),
     ):
         yield Case(name, *map(wrap, pair(name)), inputs, ({"copy": forward * one}, {"copy": both * one}), sets=3)
 

@@ -98,6 +98,12 @@ def pointwise_rows():
         if absent and direction == "forward":
             signature["coefs"] = (any_bf16, None) + (any_bf16,) * 6
         yield row(f"{name}, {K}", kernel, archs, signature, kernels.POINTWISE_TILES[name], K=K, D=768, COLUMNS=1024)
+    both = {"forward": kernels._smear_forward_kernel, "backward": kernels._smear_backward_kernel}
+    signature = {f"{x}_ptr": bf16 for x in ("e", "w", "n", "dn", "de")} | {"T": "i32:16", "e_step": "i32:16"}
+    signature |= {"lam_ptr": "*fp32:1", "partials_ptr": "*fp32"}
+    for direction, kernel in both.items():
+        name = f"smear {direction}"
+        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], W=12, NEAR=16, D=768, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
@@ -112,6 +118,12 @@ def pointwise_rows():
         name = f"finish_heads {direction}"
         yield row(f"{name} without {absent[:1]}", kernel, archs, signature, kernels.POINTWISE_TILES[name],
                   N=6, H=128, **{x: None for x in absent if x in kernel.arg_names})
+    both = {"forward": kernels._add_values_forward_kernel, "backward": kernels._add_values_backward_kernel}
+    signature = {f"{x}_ptr": bf16 for x in ("v", "ve", "near", "w", "y", "dy", "dve", "dnear")}
+    signature |= {f"{x}_step": "i32:16" for x in ("v", "ve", "near", "dy")} | {"partials_ptr": "*fp32", "T": "i32:16"}
+    for direction, kernel in both.items():
+        name, sizes = f"add_values {direction}", dict(D=768, H=128, W=6, NEAR=8, ROWS=1, COLUMNS=1024)
+        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], **sizes)
 
 
 def matrix_rows():

@@ -14,12 +14,16 @@ from kernel_tools import DTYPES, GPU, LOW, aot_all, assert_as_good_as_eager, ass
 import triton_kernels as kernels
 from triton_kernels import (
     POINTWISE_TILES,
+    add_values,
+    add_values_reference,
     finish_heads,
     finish_heads_reference,
     mix,
     mix_reference,
     norm_rotary,
     norm_rotary_reference,
+    smear,
+    smear_reference,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -413,12 +417,78 @@ def test_fan_and_leading_keep_gradients(device, force_kernels):
     for reads in (0, 1, 2, 3, 5, 6, 12):
         x = randn(7, 16, dtype=torch.float32, device=device).requires_grad_()
         y, near = kernels.leading(x * 2, 5)
+        assert near.data_ptr() == y.data_ptr() and near.shape == (7, 5)  # no copy
         aliases = kernels.fan(y)
         parts = [(next(aliases) * (i + 1)).sum() for i in range(reads)]
         (sum(parts) + (near * 10).sum()).backward()
         want = torch.full((7, 16), 2.0 * sum(range(1, reads + 1)), device=device)
         want[:, :5] += 20
         assert torch.equal(x.grad, want)
+
+
+# --- smear ---
+def smear_formula(gate_w, lam, e):
+    """One token at a time."""
+    W, rows = gate_w.shape[1], [e[0] + 0 * lam * gate_w.sum()]
+    for t in range(1, len(e)):
+        rows.append(e[t] + lam * torch.sigmoid((gate_w[0] * e[t, :W]).sum()) * e[t - 1])
+    x = torch.stack(rows)
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def embedding_last(op):
+    return lambda gate_w, lam, e: op(e, gate_w, lam)
+
+
+def smear_inputs(T, D, W, dtype=torch.float64, device="cpu", scalar_dtype=None, extra=0):
+    """Gate weights, lambda, and e, whose rows lie `extra` numbers apart."""
+    lam = randn(3, seed=2, dtype=scalar_dtype or dtype, device=device)[1]
+    return [randn(1, W, seed=1, dtype=dtype, device=device), lam,
+            randn(T, D + extra, seed=3, dtype=dtype, device=device)[:, :D]]
+
+
+SMEAR = [embedding_last(smear), embedding_last(smear_reference)]
+
+
+@pytest.mark.parametrize("T, D, W", [(1, 24, 12), (2, 24, 1), (23, 16, 16)])
+def test_smear_reference_is_the_formula(T, D, W):
+    assert_same_in_double(SMEAR[0], smear_formula, smear_inputs(T, D, W), weights_of(T, D)[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, D, W, extra", [
+    (1, 768, 12, 0), (4099, 768, 12, 16), (16384, 768, 12, 0), (33, 100, 5, 3),
+] if GPU else [
+    (1, 16, 12, 0), (2, 40, 12, 16), (33, 100, 5, 3), (16, 48, 16, 0), (3, 2048, 1, 0),
+])
+def test_smear_kernels_match(T, D, W, extra, dtype, device, force_kernels):
+    """Lambda's gradient is a sum over tokens, in fp32: a random rounding a token, four standard deviations."""
+    inputs = smear_inputs(T, D, W, dtype, device, torch.float32, extra)
+    weights = [3 * w for w in weights_of(T, D, device=device)[:1]]
+    got, exact = assert_kernels_match(*SMEAR, inputs, weights)
+    gate = torch.sigmoid(inputs[2].double()[:, :W] @ inputs[0].double().T)
+    before = torch.nn.functional.pad(inputs[2].double()[:-1], (0, 0, 1, 0))
+    size = (exact[2] * gate * before).norm().item()
+    bound = 4 * torch.finfo(torch.float32).eps * (math.log2(T * D) * size + exact[1].abs().item())
+    assert abs(got[1].double() - exact[1]).item() <= bound
+
+
+def test_smear_of_rows_that_are_not_contiguous(device, force_kernels):
+    gate_w, lam, e = smear_inputs(9, 32, 12, torch.float32, device)
+    assert torch.equal(smear(e.T.contiguous().T, gate_w, lam), smear(e, gate_w, lam))
+
+
+def test_smear_gives_the_gradients_that_are_wanted(device, force_kernels):
+    """Any of its inputs may want none; a gradient may come in whose rows are not contiguous."""
+    inputs, weight = smear_inputs(11, 24, 6, torch.float32, device), weights_of(24, 11, device=device)[0].float().T
+    want = torch.autograd.grad(SMEAR[1](*(leaves := [x.clone().requires_grad_() for x in inputs])), leaves, weight)
+    for wanted in range(1, 8):
+        leaves = [x.detach().requires_grad_(wanted >> i & 1 == 1) for i, x in enumerate(inputs)]
+        SMEAR[0](*leaves).backward(weight)
+        for x, g in zip(leaves, want):
+            assert (x.grad is not None) == x.requires_grad
+            if x.requires_grad:
+                torch.testing.assert_close(x.grad, g, rtol=1e-5, atol=1e-5)
 
 
 # --- norm_rotary ---
@@ -546,7 +616,59 @@ def test_full_exclusion_leaves_nothing_along_the_value(device, force_kernels):
     assert torch.equal(finish_heads(y, v, torch.zeros_like(alpha), None), y)
 
 
-# --- all three ---
+# --- add_values ---
+def values_formula(v, ve, near, w):
+    """One head at a time."""
+    (_, N, H), W, heads = v.shape, near.shape[1], []
+    for h in range(N):
+        gate = 2 * torch.sigmoid(near @ w[h, :W] + ve[:, :W] @ w[h, W:])
+        heads.append(v[:, h] + gate[:, None] * ve[:, h * H:(h + 1) * H])
+    return torch.stack(heads, 1)
+
+
+def values_inputs(T, N, H, W, dtype=torch.float64, device="cpu", extra=0):
+    """v, ve and near as columns of wider tensors, `extra` numbers apart."""
+    v, ve = (randn(T, N * H + extra, seed=s, dtype=dtype, device=device)[:, :N * H] for s in (1, 2))
+    near = randn(T, 2 * H, seed=3, dtype=dtype, device=device)[:, :W]
+    return [v.view(T, N, H), ve, near, randn(N, 2 * W, seed=4, dtype=dtype, device=device)]
+
+
+@pytest.mark.parametrize("T, N, H, W", [(1, 1, 5, 5), (2, 3, 8, 1), (13, 3, 16, 6)])
+def test_add_values_reference_is_the_formula(T, N, H, W):
+    assert_same_in_double(add_values, values_formula, values_inputs(T, N, H, W), weights_of(T, N, H)[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, N, H, W, extra", [
+    (1, 6, 128, 6, 0), (16384, 6, 128, 6, 0), (4099, 6, 128, 6, 16), (1001, 12, 64, 5, 1),
+] if GPU else [
+    (1, 1, 16, 6, 0), (2, 3, 32, 1, 0), (33, 6, 16, 6, 16), (5, 6, 128, 6, 0), (18, 2, 16, 16, 1),
+])
+def test_add_values_kernels_match(T, N, H, W, extra, dtype, device, force_kernels):
+    inputs = values_inputs(T, N, H, W, dtype, device, extra)
+    weights = [3 * w for w in weights_of(T, N, H, device=device)[:1]]
+    assert_kernels_match(add_values, add_values_reference, inputs, weights)
+
+
+def test_add_values_gives_the_gradients_that_are_wanted(device, force_kernels):
+    """Any of its inputs may want none; v's is the one that came in, whose tokens need not be contiguous."""
+    inputs = values_inputs(7, 2, 16, 4, torch.float32, device)
+    weight = weights_of(7, 2, 32, device=device)[0].float()[..., :16]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(values_formula(*leaves), leaves, weight)
+    for wanted in range(1, 16):
+        leaves = [x.detach().requires_grad_(wanted >> i & 1 == 1) for i, x in enumerate(inputs)]
+        needed = [x for x in leaves if x.requires_grad]
+        got = torch.autograd.grad(add_values(*leaves), needed, weight)
+        for g, full in zip(got, (g for x, g in zip(leaves, want) if x.requires_grad)):
+            torch.testing.assert_close(g, full, rtol=1e-5, atol=1e-5)
+        assert wanted % 2 == 0 or got[0].data_ptr() == weight.data_ptr()
+
+
+# --- all of them ---
+ONE_RESULT = "finish", "smear", "add_values"
+
+
 def every_op(device, dtype=torch.float32):
     """(op, reference, inputs, options, number of results)"""
     qk, cos, sin = rotary_inputs(16, 2, 16, 32, dtype, device)
@@ -557,9 +679,11 @@ def every_op(device, dtype=torch.float32):
     yield "chain", *chains, chain_inputs(["s11", "1", "1g"], 16, 32, dtype, device), {}, (32,)
     spread = (flat_injections(op, ["xy", "y"]) for op in (kernels.injections, kernels.injections_reference))
     yield "injections", *spread, injection_inputs(["xy", "y"], 16, 32, dtype, device), {}, (32,)
+    yield "smear", *SMEAR, smear_inputs(16, 32, 12, dtype, device), {}, (32,)
     yield "norm_rotary", *rotary, [qk], dict(paired=True, key_offset=True), (2, 16)
     inputs = finish_inputs("alpha gate", 16, 2, 16, dtype, device)
     yield "finish", finish_heads, finish_heads_reference, inputs, {}, (2, 16)
+    yield "add_values", add_values, add_values_reference, values_inputs(16, 2, 16, 6, dtype, device), {}, (2, 16)
 
 
 @pytest.mark.parametrize("rows", [2, 32] if GPU else [1, 2, 4, 32])
@@ -568,7 +692,7 @@ def test_rows_of_a_program_change_nothing(rows, device, force_kernels, monkeypat
         size = dict(BLOCK=32 * rows, WAVES=1) if "WAVES" in tiles else dict(ROWS=rows)
         monkeypatch.setitem(POINTWISE_TILES, name, tiles | size | dict(num_warps=4 if rows > 4 else 1))
     for name, op, reference, inputs, options, shape in every_op(device):
-        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        weights = weights_of(16, *shape, device=device)[:1 if name in ONE_RESULT else 2]
         assert_kernels_match(op, reference, inputs, weights, **options)
 
 
@@ -578,7 +702,7 @@ def test_trace_whole(which, device, force_kernels):
     """Forward and backward in one graph, references and kernels alike."""
     for name, *ops, inputs, options, shape in every_op(device):
         op = ops[which]
-        weights = weights_of(16, *shape, device=device)[:1 if name == "finish" else 2]
+        weights = weights_of(16, *shape, device=device)[:1 if name in ONE_RESULT else 2]
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
         for got, want in zip(*(sum(map(list, results_and_gradients(f, inputs, weights, **options)), [])
                                for f in (compiled, op))):
@@ -603,6 +727,9 @@ def test_operators_are_registered_right(device):
     gates = [coefs[1], None, None, coefs[2]]
     check(ops.injections_forward, (gates, *streams[:2]))
     check(ops.injections_backward, ([dx, None], gates, *streams[:2]))
+    gate_w, lam, e = smear_inputs(8, 32, 12, torch.float32, device)
+    check(ops.smear_forward, (e, gate_w, lam))
+    check(ops.smear_backward, (dn, e, gate_w, lam))
     qk, cos, sin = rotary_inputs(8, 2, 16, 16, torch.float32, device)
     dq, dk = (w.float() for w in weights_of(8, 2, 16, device=device))
     for flags in FLAGS:
@@ -612,6 +739,9 @@ def test_operators_are_registered_right(device):
     for columns in (alpha, gate), (alpha, None), (None, gate):
         check(ops.finish_heads_forward, (y, v, *columns))
         check(ops.finish_heads_backward, (dq, y, v, *columns))
+    v, ve, near, w = values_inputs(8, 2, 16, 6, torch.float32, device)
+    check(ops.add_values_forward, (v, ve, near, w))
+    check(ops.add_values_backward, (dq, ve, near.contiguous(), w))
 
 
 def rotated(x, N, cos, sin=None, paired=False):
@@ -635,6 +765,12 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: kernels.injections([(None, None)], x, x), "one may be None"),
     (lambda x, c: kernels.injections([], x, x), "1 to 8 pairs"),
     (lambda x, c: kernels.injections([(c[:1], c)], x, x), "each of 8 tokens"),
+    (lambda x, c: smear(c, c[None], c[0]), "non-empty"),
+    (lambda x, c: smear(x, c, c[0]), "one weight for each column"),
+    (lambda x, c: smear(x[:, :7], c[None], c[0]), "7 or fewer"),
+    (lambda x, c: smear(x, c[None].half(), c[0]), "torch.float32, not"),
+    (lambda x, c: smear(x, c[None], c), "one floating-point number"),
+    (lambda x, c: smear(x, c[None].to("meta"), c[0]), "move them there"),
     (lambda x, c: norm_rotary(x, c, c, paired=False, key_offset=False), r"\(T, 2, N, H\)"),
     (lambda x, c: rotated(x, 1, x[:, :4], paired=True), "even number"),
     (lambda x, c: rotated(x, 1, x[:3, :4]), "longer tables"),
@@ -645,6 +781,13 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: finish_heads(x[None], x[None], None, None), "not both be None"),
     (lambda x, c: finish_heads(x[None], x[None], c, None), "one number for each head"),
     (lambda x, c: finish_heads(x[None], x[None], c[None].to("meta"), None), "move them there"),
+    (lambda x, c: add_values(x, x, x, x), "view them so"),
+    (lambda x, c: add_values(x[:, None], x[1:], x, x), "view them so"),
+    (lambda x, c: add_values(x[:, None], x, x[1:], x), "one weight for each column"),
+    (lambda x, c: add_values(x[:, None], x, x[:, :6], x), "one weight for each column"),
+    (lambda x, c: add_values(x.view(8, 4, 4), x, x[:, :5], x[:4, :10]), "W up to 4"),
+    (lambda x, c: add_values(x[:, None], x.half(), x[:, :6], x[:1, :12]), "cast and move"),
+    (lambda x, c: add_values(x[:, None], x, x[:, :6], x[:1, :12].to("meta")), "cast and move"),
 ])
 def test_refused_in_a_sentence(call, words):
     with pytest.raises(ValueError, match=words):
@@ -655,8 +798,12 @@ def test_refused_in_a_sentence(call, words):
     lambda: mix([torch.ones(1)], [torch.ones(2, 2049)], normed=True),
     lambda: mix([torch.ones(1)], [torch.ones(2, 8).double()], normed=True),
     lambda: kernels.injections([(torch.ones(2), None)], *[torch.ones(2, 8).double()] * 2),
+    lambda: smear(torch.ones(2, 2049), torch.ones(1, 12), torch.ones(())),
+    lambda: smear(torch.ones(2, 8).double(), torch.ones(1, 8).double(), torch.ones(())),
     lambda: norm_rotary(torch.ones(2, 2, 2, 24), *[torch.ones(4, 6)] * 2, paired=False, key_offset=False),
     lambda: finish_heads(*[torch.ones(2, 2, 8)] * 2, torch.ones(2, 2), None),
+    lambda: add_values(torch.ones(2, 2, 24), torch.ones(2, 48), torch.ones(2, 6), torch.ones(2, 12)),
+    lambda: add_values(torch.ones(2, 33, 64), torch.ones(2, 2112), torch.ones(2, 6), torch.ones(33, 12)),
 ])
 def test_kernels_name_their_limits(call, force_kernels):
     with pytest.raises(ValueError, match="the kernels take .*REFERENCE_OPS=1"):
