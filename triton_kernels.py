@@ -2131,10 +2131,13 @@ def _gates_backward_kernel(
         w2 = tl.load(w2_ptr + lane[:, None] * F + f[None, :], mask=lane[:, None] < L, other=0.0)
         into_b2 += tl.sum(dgates.to(tl.float32), 0)
         dgates = dgates.to(w2.dtype)
-        value, slope = _gates_gelu(hidden.to(tl.float32))
-        into_w2 = tl.dot(value.to(w2.dtype).T, dgates, into_w2, input_precision="ieee")
+        _, slope = _gates_gelu(hidden.to(tl.float32))
         dhidden = (tl.dot(dgates, w2, input_precision="ieee") * (slope * scale)).to(w2.dtype)
         tl.store(dhidden_ptr + first * F + at_h, dhidden, mask=inside)
+        # read again, from the cache: in this product's layout, and registers are free again
+        hidden = tl.load(hidden_ptr + first * F + at_h, mask=inside, other=0.0)
+        value, _ = _gates_gelu(hidden.to(tl.float32))
+        into_w2 = tl.dot(value.to(w2.dtype).T, dgates, into_w2, input_precision="ieee")
         if dx_ptr is not None:
             for start in range(0, D, BLOCK_D):
                 d = start + tl.arange(0, BLOCK_D)[None, :]
