@@ -607,13 +607,15 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
 
 
 def gate_lanes(
-    x_TD: Tensor, lanes: Sequence[Lane], w1: Tensor, w2: Tensor, b2: Tensor, scale: Tensor | float, dtype: torch.dtype
+    x_TD: Tensor, lanes: Sequence[Lane], mlp: Sequence[Tensor], block: int, scale: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Per-token coefficients (T, width) of each lane: a two-layer GELU MLP, not squashed."""
+    """Per-token coefficients (T, width) of each lane: a two-layer GELU MLP, not squashed; block of w1, w2 and b2."""
     widths = [lane.width for lane in lanes]
-    total = sum(widths)
-    gates = (F.linear(F.gelu(F.linear(x_TD, w1)), w2[:total]) + b2[:total]) * scale
-    return gates.to(dtype).split(widths, dim=-1)
+    pick = block, (block, slice(sum(widths))), (block, slice(sum(widths)))
+    grads = [None if p.grad is None else p.grad[at] for p, at in zip(mlp, pick)]
+    grads.append(scale.grad if isinstance(scale, Tensor) else None)
+    gates = kernels.gates(x_TD, *(p[at] for p, at in zip(mlp, pick)), scale, dtype, grads)
+    return gates.split(widths, dim=-1)
 
 
 def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
@@ -933,18 +935,16 @@ class GPT(nn.Module):
 
     def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
-        lanes, block = self.cfg.gate_lanes(post), int(post)
-        scale = self._mudd_gate_scale.to(x.dtype) if self.cfg.learned_gate_scale else self.cfg.gate_scale
-        parts = gate_lanes(
-            x, lanes, self.mudd_gate_w1[block], self.mudd_gate_w2[block], self.mudd_gate_b2[block], scale, x.dtype
-        )
+        lanes, mlp = self.cfg.gate_lanes(post), (self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2)
+        scale = self._mudd_gate_scale if self.cfg.learned_gate_scale else self.cfg.gate_scale
+        parts = gate_lanes(x, lanes, mlp, int(post), scale, x.dtype)
         return {(lane.name, lane.layer): part for lane, part in zip(lanes, parts)}
 
     def mudd(self, x: Tensor, block: int) -> dict[str, Tensor]:
         """Coefficients by lane, (T, width), fp32: multiway dynamic dense connections (Xiao et al. 2025)."""
         lanes = OUTPUT_LANES if block else MUDD_LANES
         wide = torch.promote_types(x.dtype, torch.float32)
-        parts = gate_lanes(x, lanes, self.mudd_w1[block], self.mudd_w2[block], self.mudd_b2[block], MUDD_SCALE, wide)
+        parts = gate_lanes(x, lanes, (self.mudd_w1, self.mudd_w2, self.mudd_b2), block, MUDD_SCALE, wide)
         return {lane.name: part for lane, part in zip(lanes, parts)}
 
     def layer(

@@ -17,6 +17,7 @@ Jump with: grep -n '^# === ' triton_kernels.py
   Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
+  Gates                                per-token coefficients of two small layers, forward and backward
   Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
   Head                                 softcapped multi-token cross-entropy in FP8 or not, evaluation loss
   Transposes                           transpose_copy, transpose_add
@@ -2642,6 +2643,271 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
     if not _use_matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
         return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8, peaks)
     return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)), grads, peaks)
+
+
+# === Gates ===
+# T tokens · D model dim · F hidden units · L lanes, few of both. The layers meet within a program: apart, their small
+# products and what lies between them cost a launch each, and more passes over x's rows than the one that is needed.
+
+# WAVES: programs a multiprocessor, which walk the tokens together. Not timed: chosen by registers and shared memory.
+GATES_TILES = {
+    "forward": dict(ROWS=128, BLOCK_D=64, num_warps=8, num_stages=4),
+    "backward": dict(ROWS=64, BLOCK_D=64, WAVES=2, num_warps=4, num_stages=3),  # large cards, up to 64 lanes
+    "backward, tight": dict(ROWS=32, BLOCK_D=64, WAVES=2, num_warps=8, num_stages=3),
+    "sums": dict(BLOCK=8192, num_warps=8),
+}
+
+
+def gates_reference(x_TD, w1_FD, w2_LF, b2_L, scale, dtype=None):
+    """What `gates` computes, in eager torch; every operation rounds to x's dtype."""
+    linear, gelu = torch.nn.functional.linear, torch.nn.functional.gelu
+    scale = scale.to(x_TD.dtype) if isinstance(scale, Tensor) else scale
+    return ((linear(gelu(linear(x_TD, w1_FD)), w2_LF) + b2_L) * scale).to(dtype or x_TD.dtype)
+
+
+@jit
+def _gates_gelu(h):
+    """gelu(h), which is h times the normal distribution's integral up to h, and its slope there.
+
+    The integral to 8e-8 by one exponential, which the slope needs too: Abramowitz and Stegun, 7.1.26.
+    """
+    t = 1.0 / (1.0 + 0.2316418882663604 * tl.abs(h))
+    bell = tl.exp(-0.5 * h * h)
+    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    tail *= 0.5 * bell
+    below = tl.where(h < 0.0, tail, 1.0 - tail)
+    return h * below, below + h * (0.3989422804014327 * bell)
+
+
+@jit
+def _gates_scale(scale_ptr, factor, DTYPE: tl.constexpr):
+    """What multiplies the gates: the tensor's number, rounded to DTYPE, where there is one, else factor."""
+    scale = factor
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr).to(DTYPE).to(tl.float32)
+    return scale
+
+
+@jit
+def _gates_forward_kernel(
+    x_ptr, w1_ptr, w2_ptr, b2_ptr, scale_ptr, gates_ptr, hidden_ptr, factor, x_step, T,
+    D: tl.constexpr, F: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr, PITCH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """ROWS tokens: hidden (T, F) as the backward pass reads it, gates (T, L) in rows of PITCH."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    f, lane, inside = tl.arange(0, F), tl.arange(0, LANES), (t < T)[:, None]
+    acc = tl.zeros((ROWS, F), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, :]
+        x = tl.load(x_ptr + t[:, None] * x_step + d, mask=inside & (d < D), other=0.0)
+        w1 = tl.load(w1_ptr + f[:, None] * D + d, mask=d < D, other=0.0)
+        acc = tl.dot(x, w1.T, acc, input_precision="ieee")
+    hidden = acc.to(hidden_ptr.dtype.element_ty)
+    tl.store(hidden_ptr + t[:, None] * F + f[None, :], hidden, mask=inside)
+    value, _ = _gates_gelu(hidden.to(tl.float32))
+    w2 = tl.load(w2_ptr + lane[:, None] * F + f[None, :], mask=lane[:, None] < L, other=0.0)
+    b2 = tl.load(b2_ptr + lane, mask=lane < L, other=0.0).to(tl.float32)
+    gates = tl.dot(value.to(hidden.dtype), w2.T, input_precision="ieee") + b2[None, :]
+    gates *= _gates_scale(scale_ptr, factor, hidden.dtype)
+    at = t[:, None] * PITCH + lane[None, :]
+    tl.store(gates_ptr + at, gates.to(gates_ptr.dtype.element_ty), mask=inside & (lane < PITCH)[None, :])
+
+
+@jit
+def _gates_backward_kernel(
+    dgates_ptr, hidden_ptr, w1_ptr, w2_ptr, b2_ptr, scale_ptr, dhidden_ptr, dx_ptr, sums_ptr, factor, T,
+    D: tl.constexpr, F: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Gradients of the hidden units and, unless it is None, of x; each program's shares of those of w2^T (F rows of
+    LANES), b2 (a row) and scale (a row to be summed up), in sums (programs, F + 2, LANES).
+
+    Sums over tokens leave out the scale: with it they are w2's and b2's gradients, and with w2 and b2 the scale's,
+    without the gates or a division by it.
+    """
+    f, lane, t = tl.arange(0, F), tl.arange(0, LANES), tl.arange(0, ROWS)[:, None]
+    scale = _gates_scale(scale_ptr, factor, hidden_ptr.dtype.element_ty)
+    into_w2 = tl.zeros((F, LANES), tl.float32)
+    into_b2 = tl.zeros((LANES,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=1):
+        first, inside = tl.cast(tile, tl.int64) * ROWS, t < T - tile * ROWS
+        at_g, at_h = t * L + lane[None, :], t * F + f[None, :]
+        dgates = tl.load(dgates_ptr + first * L + at_g, mask=inside & (lane < L)[None, :], other=0.0)
+        hidden = tl.load(hidden_ptr + first * F + at_h, mask=inside, other=0.0)
+        w2 = tl.load(w2_ptr + lane[:, None] * F + f[None, :], mask=lane[:, None] < L, other=0.0)
+        into_b2 += tl.sum(dgates.to(tl.float32), 0)
+        dgates = dgates.to(w2.dtype)
+        _, slope = _gates_gelu(hidden.to(tl.float32))
+        dhidden = (tl.dot(dgates, w2, input_precision="ieee") * (slope * scale)).to(w2.dtype)
+        tl.store(dhidden_ptr + first * F + at_h, dhidden, mask=inside)
+        # read again, from the cache: in this product's layout, and registers are free again
+        hidden = tl.load(hidden_ptr + first * F + at_h, mask=inside, other=0.0)
+        value, _ = _gates_gelu(hidden.to(tl.float32))
+        into_w2 = tl.dot(value.to(w2.dtype).T, dgates, into_w2, input_precision="ieee")
+        if dx_ptr is not None:
+            for start in range(0, D, BLOCK_D):
+                d = start + tl.arange(0, BLOCK_D)[None, :]
+                w1 = tl.load(w1_ptr + f[:, None] * D + d, mask=d < D, other=0.0)
+                dx = tl.dot(dhidden, w1, input_precision="ieee")
+                tl.store(dx_ptr + first * D + t * D + d, dx.to(w2.dtype), mask=inside & (d < D))
+    row, at = sums_ptr + tl.program_id(0).to(tl.int64) * ((F + 2) * LANES), f[:, None] * LANES + lane[None, :]
+    w2_FL = tl.load(w2_ptr + lane[None, :] * F + f[:, None], mask=lane[None, :] < L, other=0.0).to(tl.float32)
+    b2 = tl.load(b2_ptr + lane, mask=lane < L, other=0.0).to(tl.float32)
+    tl.store(row + at, into_w2 * scale)
+    tl.store(row + F * LANES + lane, into_b2 * scale)
+    tl.store(row + (F + 1) * LANES + lane, tl.sum(into_w2 * w2_FL, 0) + into_b2 * b2)
+
+
+@jit
+def _gates_add(ptr, value, mask):
+    value += tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _gates_sums_kernel(
+    sums_ptr, dw2_ptr, db2_ptr, dscale_ptr, parts,
+    F: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Adds a row of sums (parts, F + 2, LANES) to the gradient it is of, where that is wanted (not None)."""
+    row, lane = tl.program_id(0), tl.arange(0, LANES)
+    total = tl.zeros((PARTS, LANES), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)[:, None]
+        total += tl.load(sums_ptr + (part * (F + 2) + row) * LANES + lane[None, :], mask=part < parts, other=0.0)
+    total = tl.sum(total, 0)
+    if row < F:
+        if dw2_ptr is not None:
+            _gates_add(dw2_ptr + lane * F + row, total, lane < L)
+    elif row == F:
+        if db2_ptr is not None:
+            _gates_add(db2_ptr + lane, total, lane < L)
+    else:
+        if dscale_ptr is not None:
+            _gates_add(dscale_ptr + lane, tl.where(lane == 0, tl.sum(total, 0), 0.0), lane == 0)
+
+
+def _gates_backward_tiles(w1_FD, lanes):
+    """A copy of the entry, and how many programs a card runs."""
+    card, processors = card_of(w1_FD.device)
+    tiles = dict(GATES_TILES["backward" if card == "large" and lanes <= 64 else "backward, tight"])
+    return tiles, processors * tiles.pop("WAVES")
+
+
+def _gates_sizes(w1_FD, lanes):
+    return dict(D=w1_FD.shape[1], F=len(w1_FD), L=lanes, LANES=max(16, triton.next_power_of_2(lanes)))
+
+
+@torch.library.custom_op("speedrun::gates_forward", mutates_args=())
+def gates_forward(x_TD: Tensor, w1_FD: Tensor, w2_LF: Tensor, b2_L: Tensor, scale: Tensor | None, factor: float,
+                  dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gates in `dtype`, rows at 16-byte boundaries, and the hidden units before gelu; factor if scale is None."""
+    gates_TL, hidden_TF = _gates_empty_results(x_TD, w1_FD, w2_LF, b2_L, scale, factor, dtype)
+    x_TD, w1_FD, w2_LF, b2_L = _pointwise_rows(x_TD), w1_FD.contiguous(), w2_LF.contiguous(), b2_L.contiguous()
+    tiles = GATES_TILES["forward"]
+    _gates_forward_kernel[triton.cdiv(len(x_TD), tiles["ROWS"]),](
+        x_TD, w1_FD, w2_LF, b2_L, scale, gates_TL, hidden_TF, factor, x_TD.stride(0), len(x_TD),
+        **_gates_sizes(w1_FD, len(b2_L)), PITCH=gates_TL.stride(0), **tiles)
+    return gates_TL, hidden_TF
+
+
+@gates_forward.register_fake
+def _gates_empty_results(x_TD, w1_FD, w2_LF, b2_L, scale, factor, dtype):
+    return aligned_empty(x_TD, len(x_TD), len(b2_L), dtype=dtype), x_TD.new_empty(len(x_TD), len(w1_FD))
+
+
+@torch.library.custom_op("speedrun::gates_backward", mutates_args=())
+def gates_backward(dgates_TL: Tensor, hidden_TF: Tensor, w1_FD: Tensor, w2_LF: Tensor, b2_L: Tensor,
+                   scale: Tensor | None, factor: float, needs_x: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the hidden units and of x (empty where not needed); every program's sums for gates_sums_."""
+    results = _gates_empty_gradients(dgates_TL, hidden_TF, w1_FD, w2_LF, b2_L, scale, factor, needs_x)
+    dhidden_TF, dx_TD, sums = results
+    dgates_TL, w1_FD, w2_LF, b2_L = (x.contiguous() for x in (dgates_TL, w1_FD, w2_LF, b2_L))
+    _gates_backward_kernel[len(sums),](
+        dgates_TL, hidden_TF, w1_FD, w2_LF, b2_L, scale, dhidden_TF, dx_TD if needs_x else None, sums, factor,
+        len(hidden_TF), **_gates_sizes(w1_FD, len(b2_L)), **_gates_backward_tiles(w1_FD, len(b2_L))[0])
+    return results
+
+
+@gates_backward.register_fake
+def _gates_empty_gradients(dgates_TL, hidden_TF, w1_FD, w2_LF, b2_L, scale, factor, needs_x):
+    (T, F), sizes = hidden_TF.shape, _gates_sizes(w1_FD, len(b2_L))
+    tiles, most = _gates_backward_tiles(w1_FD, len(b2_L))
+    dx_TD = hidden_TF.new_empty((T, sizes["D"]) if needs_x else (0,))
+    programs = min(triton.cdiv(T, tiles["ROWS"]), most)
+    sums = hidden_TF.new_empty(programs, F + 2, sizes["LANES"], dtype=torch.float32)
+    return hidden_TF.new_empty(T, F), dx_TD, sums
+
+
+@torch.library.custom_op("speedrun::gates_sums_", mutates_args=("dw2_LF", "db2_L", "dscale"))
+def gates_sums_(sums: Tensor, lanes: int, dw2_LF: Tensor | None, db2_L: Tensor | None, dscale: Tensor | None) -> None:
+    """Add to each gradient that is given, in place, what gates_backward's programs summed up."""
+    (parts, rows, width), tiles = sums.shape, dict(GATES_TILES["sums"])
+    _gates_sums_kernel[rows,](sums, dw2_LF, db2_L, dscale, parts, F=rows - 2, L=lanes, LANES=width,
+                              PARTS=tiles.pop("BLOCK") // width, **tiles)
+
+
+@gates_sums_.register_fake
+def _(sums, lanes, dw2_LF, db2_L, dscale):
+    return None
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, factor, dtype, grads, x_TD, w1_FD, w2_LF, b2_L, scale):
+        ctx.factor, ctx.grads = factor, grads
+        gates_TL, hidden_TF = gates_forward(x_TD, w1_FD, w2_LF, b2_L, scale, factor, dtype)
+        ctx.save_for_backward(x_TD, w1_FD, w2_LF, b2_L, scale, hidden_TF)
+        return gates_TL
+
+    @staticmethod
+    def backward(ctx, dgates_TL):
+        x_TD, w1_FD, *small, hidden_TF = ctx.saved_tensors
+        needs_x, needs_w1, *needs = ctx.needs_input_grad[3:]
+        dhidden_TF, dx_TD, sums = gates_backward(dgates_TL, hidden_TF, w1_FD, *small, ctx.factor, needs_x)
+        dw1_FD = _weight_gradient(ctx.grads[0], dhidden_TF, x_TD) if needs_w1 else None
+        fresh = [torch.zeros_like(x, memory_format=torch.contiguous_format) if need and grad is None else None
+                 for x, grad, need in zip(small, ctx.grads[1:], needs)]
+        if any(needs):
+            targets = [(new if grad is None else grad) if need else None
+                       for new, grad, need in zip(fresh, ctx.grads[1:], needs)]
+            gates_sums_(sums, len(small[1]), *targets)
+        return None, None, None, dx_TD if needs_x else None, dw1_FD, *fresh
+
+
+def gates(x_TD, w1_FD, w2_LF, b2_L, scale, dtype=None, grads=(None,) * 4):
+    """(gelu(x w1^T) w2^T + b2) * scale, every token's coefficients (T, L).  Reference: gates_reference.
+
+    In    x_TD (T, D), rows of any stride; w1_FD (F, D); w2_LF (L, F); b2_L (L,); one floating-point dtype. scale: a
+          number, or a tensor of one element, which is rounded to x's dtype first
+    Out   in `dtype` (x's where None); rows may lie further apart than L
+    Grad  to x, w1, w2, b2 and the scale. grads: where those of the last four are added in place, as in `linear`;
+          contiguous, None for autograd. Kept for it: x and the hidden units before gelu
+    Why   a pass over x, one over x's gradient and the product for w1's; no other array is wider than F or L
+
+    Kernels take 16-bit x (interpreted, fp32 too), D a multiple of 16, F of 16, 32 or 64, L up to 128; all else goes to
+    the reference. Raises ValueError.
+    """
+    require(x_TD.ndim == w1_FD.ndim == 2 and x_TD.shape[1] == w1_FD.shape[1] and b2_L.ndim == 1
+            and w2_LF.shape == (len(b2_L), len(w1_FD)),
+            f"gates takes x (T, D), w1 (F, D), w2 (L, F) and b2 (L,), got {tuple(x_TD.shape)}, {tuple(w1_FD.shape)}, "
+            f"{tuple(w2_LF.shape)} and {tuple(b2_L.shape)}; flatten x's leading dimensions, take as many lanes of both")
+    require(x_TD.is_floating_point() and x_TD.dtype == w1_FD.dtype == w2_LF.dtype == b2_L.dtype,
+            f"gates takes operands of one floating-point dtype, got {x_TD.dtype}, {w1_FD.dtype}, {w2_LF.dtype} and "
+            f"{b2_L.dtype}; convert them to the weights' dtype")
+    learned = isinstance(scale, Tensor)
+    require(not learned or scale.numel() == 1 and scale.is_floating_point(),
+            "the scale must be a number or a floating-point tensor of one element; multiply by more of them afterwards")
+    F, D, L = *w1_FD.shape, len(b2_L)
+    fits = x_TD.numel() > 0 and D % 16 == 0 and F in (16, 32, 64) and 1 <= L <= 128
+    if not fits or not _use_matrix_kernel(x_TD):
+        return gates_reference(x_TD, w1_FD, w2_LF, b2_L, scale, dtype)
+    require(len(grads) == 4 and all(grad is None or isinstance(x, Tensor) and grad.shape == x.shape
+                                    and grad.is_contiguous() for x, grad in zip((w1_FD, w2_LF, b2_L, scale), grads)),
+            "grads must be four, of w1, w2, b2 and the scale, each None or contiguous of that one's shape; give None "
+            "for autograd")
+    factor, scale = (1.0, scale) if learned else (float(scale), None)
+    return _Gates.apply(factor, dtype or x_TD.dtype, tuple(grads), x_TD, w1_FD, w2_LF, b2_L, scale)
 
 
 # === Optimizer updates ===

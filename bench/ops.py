@@ -224,6 +224,26 @@ def mlp_cases(s: Sizes) -> Iterator[Case]:
     yield Case("quantize activations", *pair("quantize"), lambda: two()[:1], costs, bitwise=True, sets=4)
 
 
+def gates_cases(s: Sizes) -> Iterator[Case]:
+    """The lanes of the post gate, with a learned scale, and MUDD's, in fp32."""
+    (T, D, F, item), learned = (s.T, s.model.dim, s.model.gate_hidden, s.model.dtype.itemsize), s.tensor(0.125)
+    for name, lanes, scale, wide in (
+        ("gates", s.model.gate_lanes(post=True), learned, s.model.dtype),
+        ("gates, MUDD", train_gpt.MUDD_LANES, train_gpt.MUDD_SCALE, torch.float32),
+    ):
+        L = sum(lane.width for lane in lanes)
+
+        def inputs(L: int = L) -> list[Tensor]:
+            return [s.randn(T, D), s.randn(F, D, scale=D**-0.5), s.randn(L, F, scale=F**-0.5), s.randn(L)]
+
+        def scaled(op: Callable, scale: Tensor | float = scale, wide: torch.dtype = wide) -> Callable:
+            return lambda *x: op(*x, scale, torch.promote_types(x[0].dtype, wide))
+
+        one, hidden, out = T * D * item, T * F * item, T * L * wide.itemsize
+        costs = {"copy": one + hidden + out}, {"copy": 3 * one + 4 * hidden + 2 * out}
+        yield Case(name, *map(scaled, pair("gates")), inputs, costs, sets=3)
+
+
 def pointwise_cases(s: Sizes) -> Iterator[Case]:
     D, N, H = s.model.dim, s.model.heads, s.model.head_dim
     one, lambdas = s.T * D * s.model.dtype.itemsize, s.randn(2, dtype=torch.float32)
@@ -354,6 +374,7 @@ OPS = {  # cases, and whether they depend on the stage
     "dc": (dc_cases, True),
     "head": (head_cases, True),
     "mlp": (mlp_cases, True),
+    "gates": (gates_cases, True),
     "pointwise": (pointwise_cases, True),
     "lookup": (lookup_cases, True),
     "symmetric": (symmetric_cases, False),

@@ -274,3 +274,20 @@ def lookup_rows():
         for name, more in ("gather", missing), ("add", missing), ("borders", dict(SPAN=span)):
             yield row(f"lookup {name}, {planes} planes", getattr(kernels, f"_lookup_{name}_kernel"), (80, 90), types,
                       tiles[name], PLANES=planes, **more)
+
+
+def gates_rows():
+    """The record's pre and post gates, MUDD's lanes in fp32, and the most lanes; D = 768, 64 hidden units."""
+    names = "x w1 w2 b2 gates dgates hidden dhidden dx dw2 db2".split()
+    types = {f"{name}_ptr": "*bf16" for name in names} | dict(T="i32:16", parts="i32", x_step="i32:16", factor="fp32")
+    types |= dict(scale_ptr="*fp32:4", dscale_ptr="*fp32:4", sums_ptr="*fp32", b2_ptr="*bf16:2", db2_ptr="*bf16:2")
+    for L, missing in (26, {}), (41, {}), (14, {"scale_ptr": None, "dscale_ptr": None}), (128, {}):
+        wide = dict(gates_ptr="*fp32", dgates_ptr="*fp32") if missing else {}
+        lanes, block = max(16, kernels.triton.next_power_of_2(L)), kernels.GATES_TILES["sums"]["BLOCK"]
+        sizes = dict(D=768, F=64, L=L, LANES=lanes, PITCH=-(-L // 8) * 8, PARTS=block // lanes) | missing
+        for name, tiles in kernels.GATES_TILES.items():
+            kernel = getattr(kernels, f"_gates_{name.split(',')[0]}_kernel")
+            constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}
+            archs = (90,) if name == "backward" else (80, 89, 90)
+            if name != "backward" or L <= 64:
+                yield row(f"gates {name}, {L} lanes", kernel, archs, types | wide, tiles, **constants)
