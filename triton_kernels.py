@@ -244,7 +244,7 @@ def _attention_dq_kernel(
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, N: tl.constexpr, STREAMS: tl.constexpr,
 ):
     """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below. dq_more, unless
-    None, is added before the one rounding. turn (scale, cos, sin), unless its first is None: q is normed and turned,
+    None, is where the sum starts. turn (scale, cos, sin), unless its first is None: q is normed and turned,
     and dq is wanted of the N heads before that."""
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4
@@ -255,6 +255,8 @@ def _attention_dq_kernel(
     lse = tl.load(lse_ptr + head * pitch + t, mask=t < length, other=0.0)
     first = tl.load(first_ptr + t, mask=t < length, other=0)
     dq = tl.zeros((BLOCK_T, H), tl.float32)
+    if dq_more_desc is not None:
+        dq += dq_more_desc.load([t0, head * H]).to(tl.float32) / scale
     begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
     for s0 in range(begin, end, BLOCK_S):
         k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
@@ -264,8 +266,6 @@ def _attention_dq_kernel(
         p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     dq *= scale
-    if dq_more_desc is not None:
-        dq += dq_more_desc.load([t0, head * H]).to(tl.float32)
     if turn[0] is not None:
         _store_turned_back(dq_desc, dq, q.to(tl.float32), turn[0], turn[1], turn[2], t0, head, length, 0, N, H,
                            STREAMS)
@@ -282,7 +282,7 @@ def _attention_dkv_kernel(
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile. lse and delta come through the copy engine like
     the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dk_more and
-    dv_more, unless None, are added before the one rounding; turn: see above."""
+    dv_more, unless None, are where the sums start; turn: see above."""
     head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
     pitch = tl.cdiv(length, 4) * 4
     s = s0 + tl.arange(0, BLOCK_S)
@@ -290,6 +290,10 @@ def _attention_dkv_kernel(
     after = tl.load(after_ptr + s, mask=s < length, other=0)
     dk = tl.zeros((BLOCK_S, H), tl.float32)
     dv = tl.zeros((BLOCK_S, H), tl.float32)
+    if dk_more_desc is not None:
+        dk += dk_more_desc.load([s0, head * H]).to(tl.float32) / scale
+    if dv_more_desc is not None:
+        dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
     begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
     for t0 in range(begin, end, BLOCK_T):
         lse, delta = lse_desc.load([head * pitch + t0]), delta_desc.load([head * pitch + t0])
@@ -300,12 +304,8 @@ def _attention_dkv_kernel(
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    if dv_more_desc is not None:
-        dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
     dk *= scale
-    if dk_more_desc is not None:
-        dk += dk_more_desc.load([s0, head * H]).to(tl.float32)
     if turn[0] is not None:
         k = k_desc.load([s0, head * H])  # again: what is kept costs registers
         _store_turned_back(dk_desc, dk, k.to(tl.float32), turn[0], turn[1], turn[2], s0, head, length, 1, N, H,
