@@ -575,6 +575,7 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
+Heads = tuple[Tensor, Tensor] | kernels.Turned  # queries and keys, normed and turned
 Stream = Tensor | kernels.Scaled
 Mixture = list[tuple[Tensor | None, Stream]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
 
@@ -624,17 +625,20 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View"
-) -> tuple[Tensor, ...]:
-    """Causal attention inside documents over `window` earlier tokens, as the run chose; q, k, v for later readers."""
-    options = dict(window=window, scale=view.scale, paired=paired)
+def attend(heads: Heads, v: Tensor, cu_seqlens: Tensor, spec: LayerSpec, view: "View") -> tuple[Tensor, Heads, Tensor]:
+    """Causal attention of a layer inside documents, as the run chose; then heads and v for later readers."""
+    window = view.long if spec.window == "long" else view.short
+    options = dict(window=window, scale=view.scale, paired=spec.paired)
     if view.attention == "torch":
-        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), q, k, v
+        return kernels.flash_attention(*heads, v, cu_seqlens, max_len=view.max_len, **options), heads, v
     if view.attention == "reference":
-        return kernels.attention_reference(q, k, v, cu_seqlens, share=True, **options)
+        return kernels.attention_reference(*heads, v, cu_seqlens, **options), heads, v
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
-    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, share=True, **options)
+    options["max_logit"] = 2**0.5 * v.shape[-1] * view.scale
+    if isinstance(heads, kernels.Turned):
+        return kernels.turned_attention(heads, v, cu_seqlens, **options)
+    y, q, k, v = kernels.attention(*heads, v, cu_seqlens, share=True, **options)
+    return y, (q, k), v
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -682,8 +686,7 @@ class View(NamedTuple):
 class Folded(NamedTuple):
     """Matrices as products read them: a lambda that scales a whole product is in its matrix."""
 
-    qk: Tensor  # (A, 2D, D), A layers with attention: queries of all heads, then keys
-    v: Tensor  # (A, D, D)
+    qkv: Tensor  # (A, 3D, D), A layers with attention: queries of all heads, then keys, then values
     o: Tensor  # (A, D, D)
     down: Tensor  # (L, F, D)
 
@@ -694,8 +697,7 @@ Slots = list[tuple[Tensor, Tensor | None]]  # a matrix, and where products add i
 class Weights(NamedTuple):
     """Matrices by slot and lambdas by layer, split once a pass."""
 
-    qk: Slots
-    v: Slots
+    qkv: Slots
     o: Slots
     down: Slots
     up: Slots
@@ -836,7 +838,7 @@ class GPT(nn.Module):
         into_qkv, into_o = (scale[self.attn_layers] for scale in (into_qkv, into_o * post_attn))
         qk = self.qk_bank.view(-1, D)[: A * 2 * D].view(-1, 2 * D, D)
         v, o = self.vo_bank[: 2 * A].view(-1, 2, D, D).unbind(1)
-        pairs = (qk, into_qkv), (v, into_qkv), (o, into_o), (self.mlp_bank[:L, 1], post_mlp)
+        pairs = (torch.cat((qk, v), 1), into_qkv), (o, into_o), (self.mlp_bank[:L, 1], post_mlp)
         return Folded(*((matrices * scale.view(-1, 1, 1)).to(low) for matrices, scale in pairs))
 
     @torch.no_grad()
@@ -1006,24 +1008,30 @@ class GPT(nn.Module):
         self, i: int, n: Tensor, extra: Callable | None, w: Weights, s: Streams, cu_seqlens: Tensor, view: View
     ) -> Tensor:
         """Attention of layer i from its normed input n, output projection included; extra adds to V."""
-        spec, (T, D), N = self.cfg.plan[i], n.shape, self.cfg.heads
-        slot = self.cfg.attn_layers.index(i)
-        qk, v = kernels.linear(n, *zip(w.qk[slot], w.v[slot]))
-        qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
-        q, k = kernels.norm_rotary(qk, self.cos, self.sin, **turn)
-        v = v.view(T, N, -1)
-        if extra:
-            v = extra(v)
-        window = view.long if spec.window == "long" else view.short
-        y, q, k, v = attend(q, k, v, cu_seqlens, window=window, paired=spec.paired, view=view)
+        spec, slot = self.cfg.plan[i], self.cfg.attn_layers.index(i)
+        heads, v = self.heads(n, *w.qkv[slot], spec, view)
+        v = extra(v) if extra else v
+        y, heads, v = attend(heads, v, cu_seqlens, spec, view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
-            window = self.cfg.dc_window
-            y = dc_triton_kernels.dc_correction(q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=window)
+            options = dict(scale=view.scale, window=self.cfg.dc_window)
+            y = dc_triton_kernels.dc_correction(*heads, v, *dc, y, cu_seqlens, **options)
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
-        return kernels.linear(y.reshape(T, D), *zip(w.o[slot]))[0]
+        return kernels.linear(y.reshape(n.shape), *zip(w.o[slot]))[0]
+
+    def heads(self, n: Tensor, w: Tensor, gradient: Tensor | None, spec: LayerSpec, view: View) -> tuple[Heads, Tensor]:
+        """Queries and keys, normed and turned, and values, (T, N, H) each. Where attention alone reads the first two,
+        the product that makes them turns them, and attention's backward turns their gradients back."""
+        (T, D), N = n.shape, self.cfg.heads
+        read_again = spec.key_offset or spec.dc_mlp or "dc_w1" in spec.gates
+        if view.attention == "triton" and not read_again and kernels.can_turn_heads(n, D // N):
+            return kernels.turned_heads(n, w, self.cos, self.sin, heads=N, paired=spec.paired, grad=gradient)
+        parts = [2 * D, D]
+        qk, v = kernels.linear(n, w.split(parts), None if gradient is None else gradient.split(parts))
+        qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
+        return kernels.norm_rotary(qk, self.cos, self.sin, **turn), v.view(T, N, -1)
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""

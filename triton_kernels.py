@@ -29,7 +29,7 @@ multi-token weights or mixed streams, B matrices in a bank, R rows, C columns.
 import itertools
 import math
 import os
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -478,10 +478,11 @@ class _TurnedAttention(torch.autograd.Function):
 
 def turned_attention(heads: Turned, v, cu_seqlens, *, window: int, scale: float, paired: bool = False,
                      max_logit: float = math.inf):
-    """`attention` whose backward undoes norm and rotary as well, where their results are at hand: (y, v), v to be read
-    instead of v from there on. Kernels only; heads from `turned_heads`, what else as for `attention`."""
+    """`attention` whose backward undoes norm and rotary as well, where their results are at hand: (y, heads, v), v to
+    be read instead of v from there on. Kernels only; heads from `turned_heads`, what else as for `attention`."""
     running_max = max_logit > ATTENTION_SAFE_LOGIT or v.dtype == torch.float16
-    return _TurnedAttention.apply(*heads, v, cu_seqlens, window, scale, paired, running_max)
+    y, v = _TurnedAttention.apply(*heads, v, cu_seqlens, window, scale, paired, running_max)
+    return y, heads, v
 
 
 def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf,
@@ -542,20 +543,43 @@ def flash_attention(
 
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
-    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
-    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where q, k
-    and v are read again and where v alone is."""
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
-    cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
+    """Largest difference between kernels and reference, outputs and gradients, relative to the largest value; infinite
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits: where q, k
+    and v are read again, where v alone is, and between heads that the product turns and attention turns back."""
+    T, N, generator = 384, 6, torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    qkv, n, w = [draw(T, N, head_dim) for _ in range(3)], draw(T, 64), draw(3 * N * head_dim, 64)
+    angles = torch.rand(2 * T, head_dim // 4, generator=generator, dtype=torch.float64)
+    cos, sin = (table.to(device, dtype) for table in (angles.cos(), angles.sin()))
+    cu_seqlens = torch.tensor([0, 1, 130, 130, T, T], dtype=torch.int32, device=device)
+    ours, exact = dict(max_logit=ATTENTION_SAFE_LOGIT), {}
+
+    def apart(options, limit):
+        results = (attention if limit else attention_reference)(*qkv, cu_seqlens, share=True, **options, **limit)
+        return results[::3] if options["paired"] else results, qkv
+
+    def turned(options, limit):
+        if limit:
+            heads, v = turned_heads(n, w, cos, sin, heads=N, paired=options["paired"])
+            y, _, v = turned_attention(heads, v, cu_seqlens, **options, **limit)
+        else:
+            qk, v = torch.nn.functional.linear(n, w).view(T, 3, N, head_dim).split((2, 1), 1)
+            v, heads = v[:, 0], norm_rotary_reference(qk, cos, sin, paired=options["paired"], key_offset=False)
+            y = attention_reference(*heads, v, cu_seqlens, **options)
+        return (y, v), (n, w)
+
     errors = []
-    for paired in (False, True):
-        results = []
-        for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
-            read = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share=True)
-            loss = sum(x.float().square().sum() for x in (read[::3] if paired else read))
-            results.append([read[0].detach(), *torch.autograd.grad(loss, qkv)])
-        errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
+    for how in (apart, turned) if can_turn_heads(n, head_dim) else (apart,):
+        for options in (dict(window=64, scale=0.1, paired=paired) for paired in (False, True)):
+            pairs = []
+            for limit in (ours, exact):
+                results, inputs = how(options, limit)
+                loss = sum(x.float().square().sum() for x in results)
+                pairs.append([results[0].detach(), *torch.autograd.grad(loss, inputs)])
+            errors += [(got - want).float().abs().max() / want.float().abs().max() for got, want in zip(*pairs)]
     worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf
 

@@ -286,7 +286,7 @@ def run_turned(how, n, w, dy, dv, cos, sin, cu_seqlens, *, paired, window):
     options = dict(window=window, scale=0.3, paired=paired)
     if how == "kernels":
         heads, v = kernels.turned_heads(*leaves, cos, sin, heads=N, paired=paired)
-        y, v = kernels.turned_attention(heads, v, cu_seqlens, max_logit=20.0, **options)
+        y, _, v = kernels.turned_attention(heads, v, cu_seqlens, max_logit=20.0, **options)
     else:
         qk, v = (leaves[0] @ leaves[1].mT).split((2 * N * H, N * H), 1)
         qk, v = qk.view(T, 2, N, H), v.view(T, N, H)
@@ -442,8 +442,12 @@ def test_kernels_refuse(H, dtype, device, force_kernels):
 
 def test_the_probe_agrees_and_notices(device, force_kernels, monkeypatch):
     assert kernels.probe_attention(torch.device(device), 16, LOW) < 0.02
-    monkeypatch.setattr(kernels, "attention", lambda q, k, v, cu, **options: (q * torch.nan + k + v, v))
-    assert kernels.probe_attention(torch.device(device), 16, LOW) == math.inf
+    wrong = {"attention": lambda q, k, v, cu, **options: (q * torch.nan + k + v, v),
+             "turned_attention": lambda heads, v, cu, **options: (heads.qk.sum(0) * torch.nan + v, heads, v)}
+    for name, op in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, name, op)
+            assert kernels.probe_attention(torch.device(device), 16, LOW) == math.inf
 
 
 # --- compiled ---
