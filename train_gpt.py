@@ -575,7 +575,6 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 # === §3 Operations ===
 # Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
 
-Heads = tuple[Tensor, Tensor] | kernels.Turned  # queries and keys, normed and turned
 Stream = Tensor | kernels.Scaled
 Mixture = list[tuple[Tensor | None, Stream]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
 
@@ -625,20 +624,17 @@ def lane_bias(lanes: Sequence[Lane], width: int, scale: float) -> Tensor:
     return torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
 
 
-def attend(heads: Heads, v: Tensor, cu_seqlens: Tensor, spec: LayerSpec, view: "View") -> tuple[Tensor, Heads, Tensor]:
-    """Causal attention of a layer inside documents, as the run chose; then heads and v for later readers."""
-    window = view.long if spec.window == "long" else view.short
-    options = dict(window=window, scale=view.scale, paired=spec.paired)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, paired: bool, view: "View"
+) -> tuple[Tensor, ...]:
+    """Causal attention inside documents over `window` earlier tokens, as the run chose; q, k, v for later readers."""
+    options = dict(window=window, scale=view.scale, paired=paired)
     if view.attention == "torch":
-        return kernels.flash_attention(*heads, v, cu_seqlens, max_len=view.max_len, **options), heads, v
+        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), q, k, v
     if view.attention == "reference":
-        return kernels.attention_reference(*heads, v, cu_seqlens, **options), heads, v
+        return kernels.attention_reference(q, k, v, cu_seqlens, share=True, **options)
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed
-    options["max_logit"] = 2**0.5 * v.shape[-1] * view.scale
-    if isinstance(heads, kernels.Turned):
-        return kernels.turned_attention(heads, v, cu_seqlens, **options)
-    y, q, k, v = kernels.attention(*heads, v, cu_seqlens, share=True, **options)
-    return y, (q, k), v
+    return kernels.attention(q, k, v, cu_seqlens, max_logit=2**0.5 * q.shape[-1] * view.scale, share=True, **options)
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -1009,29 +1005,20 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Attention of layer i from its normed input n, output projection included; extra adds to V."""
         spec, slot = self.cfg.plan[i], self.cfg.attn_layers.index(i)
-        heads, v = self.heads(n, *w.qkv[slot], spec, view)
+        (qkv, grad), paired = w.qkv[slot], spec.paired
+        options = dict(heads=self.cfg.heads, paired=paired, key_offset=spec.key_offset, grad=grad)
+        q, k, v = kernels.heads(n, qkv, self.cos, self.sin, **options)
         v = extra(v) if extra else v
-        y, heads, v = attend(heads, v, cu_seqlens, spec, view)
+        window = view.long if spec.window == "long" else view.short
+        y, q, k, v = attend(q, k, v, cu_seqlens, window=window, paired=paired, view=view)
         dc = self.dc_weights(i, n, s)
         if dc is not None:
-            options = dict(scale=view.scale, window=self.cfg.dc_window)
-            y = dc_triton_kernels.dc_correction(*heads, v, *dc, y, cu_seqlens, **options)
+            window = self.cfg.dc_window
+            y = dc_triton_kernels.dc_correction(q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=window)
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
         return kernels.linear(y.reshape(n.shape), *zip(w.o[slot]))[0]
-
-    def heads(self, n: Tensor, w: Tensor, gradient: Tensor | None, spec: LayerSpec, view: View) -> tuple[Heads, Tensor]:
-        """Queries and keys, normed and turned, and values, (T, N, H) each. Where attention alone reads the first two,
-        the product that makes them turns them, and attention's backward turns their gradients back."""
-        (T, D), N = n.shape, self.cfg.heads
-        read_again = spec.key_offset or spec.dc_mlp or "dc_w1" in spec.gates
-        if view.attention == "triton" and not read_again and kernels.can_turn_heads(n, D // N):
-            return kernels.turned_heads(n, w, self.cos, self.sin, heads=N, paired=spec.paired, grad=gradient)
-        parts = [2 * D, D]
-        qk, v = kernels.linear(n, w.split(parts), None if gradient is None else gradient.split(parts))
-        qk, turn = qk.view(T, 2, N, -1), dict(paired=spec.paired, key_offset=spec.key_offset)
-        return kernels.norm_rotary(qk, self.cos, self.sin, **turn), v.view(T, N, -1)
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""

@@ -29,7 +29,7 @@ multi-token weights or mixed streams, B matrices in a bank, R rows, C columns.
 import itertools
 import math
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -155,46 +155,6 @@ def _attention_bounds_kernel(cu_ptr, first_ptr, after_ptr, window, STREAMS: tl.c
 
 
 @jit
-def _halves(x):
-    """The left and the right half of the columns of x."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@jit
-def _rotary_turn(x, cos, sin):
-    """Turn the adjacent pairs of each row backwards by their angles."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
-
-
-@jit
-def _head_angles(cos_ptr, sin_ptr, t, head, inside, H: tl.constexpr, STREAMS: tl.constexpr):
-    """cos and sin (rows, H/4) of the pairs in the first half of a token's head; 1 and 0 where not inside."""
-    at = (t * STREAMS + head % STREAMS)[:, None] * (H // 4) + tl.arange(0, H // 4)[None, :]
-    cos = tl.load(cos_ptr + at, mask=inside[:, None], other=1.0).to(tl.float32)
-    return cos, tl.load(sin_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-
-
-@jit
-def _store_turned_back(desc, d, x, scale_ptr, cos_ptr, sin_ptr, start, head, length, PART: tl.constexpr,
-                       N: tl.constexpr, H: tl.constexpr, STREAMS: tl.constexpr):
-    """From d, the gradient of normed and turned heads x (PART 0: queries, 1: keys) at stream positions from `start`,
-    that of the heads before norm and turn. A head's mean of d * x is the same before the turn as after."""
-    BLOCK: tl.constexpr = d.shape[0]
-    TOKENS: tl.constexpr = BLOCK // STREAMS
-    position = start + tl.arange(0, BLOCK)
-    t, own = position // STREAMS, position % STREAMS * (N // STREAMS) + head  # token, and its head
-    scale = tl.load(scale_ptr + (t * 2 + PART) * N + own, mask=position < length, other=0.0)
-    d = scale[:, None] * (d - x * (tl.sum(d * x, 1) / H)[:, None])
-    turned, still = _halves(d)
-    cos, sin = _head_angles(cos_ptr, sin_ptr, t, own, position < length, H, STREAMS)
-    turned = _rotary_turn(turned, cos, -sin)
-    at = start // STREAMS
-    desc.store([at, 0, head * H], tl.reshape(turned.to(desc.dtype), (TOKENS, STREAMS, H // 2)))
-    desc.store([at, 0, head * H + H // 2], tl.reshape(still.to(desc.dtype), (TOKENS, STREAMS, H // 2)))
-
-
-@jit
 def _attention_inside(start, low, high, BLOCK: tl.constexpr):
     """(rows, BLOCK): low <= start + column <= high as one comparison, what lies below `low` being a large unsigned
     number. (Rows past the end have high < low, see everything, and are never stored.)"""
@@ -240,12 +200,11 @@ def _attention_forward_kernel(
 
 @jit
 def _attention_dq_kernel(
-    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, dq_more_desc, lse_ptr, delta_ptr, first_ptr, turn, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, N: tl.constexpr, STREAMS: tl.constexpr,
+    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, dq_more_desc, lse_ptr, delta_ptr, first_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dq of one tile of queries of one head; leaves delta = sum of y * dy per row for the kernel below. dq_more, unless
-    None, is where the sum starts. turn (scale, cos, sin), unless its first is None: q is normed and turned,
-    and dq is wanted of the N heads before that."""
+    None, is where the sum starts."""
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4
     t = t0 + tl.arange(0, BLOCK_T)
@@ -265,24 +224,19 @@ def _attention_dq_kernel(
         p = tl.exp2(logit * (scale * 1.4426950408889634) - lse[:, None])
         p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
-    dq *= scale
-    if turn[0] is not None:
-        _store_turned_back(dq_desc, dq, q.to(tl.float32), turn[0], turn[1], turn[2], t0, head, length, 0, N, H,
-                           STREAMS)
-    else:
-        dq_desc.store([t0, head * H], dq.to(dq_desc.dtype))
+    dq_desc.store([t0, head * H], (dq * scale).to(dq_desc.dtype))
 
 
 @jit
 def _attention_dkv_kernel(
     q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, dk_more_desc, dv_more_desc, lse_desc,
-    delta_desc, after_ptr, turn, length, scale,
-    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, N: tl.constexpr, STREAMS: tl.constexpr,
+    delta_desc, after_ptr, length, scale,
+    H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one head. Scores are kept transposed, (keys, queries), so that every product
     takes its left operand from registers or from the resident tile. lse and delta come through the copy engine like
     the tiles do, which is a tenth faster; past the end they are another head's, finite and masked. dk_more and
-    dv_more, unless None, are where the sums start; turn: see above."""
+    dv_more, unless None, are where the sums start."""
     head, s0 = tl.program_id(0), tl.program_id(1) * BLOCK_S
     pitch = tl.cdiv(length, 4) * 4
     s = s0 + tl.arange(0, BLOCK_S)
@@ -304,14 +258,8 @@ def _attention_dkv_kernel(
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
         dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
+    dk_desc.store([s0, head * H], (dk * scale).to(dk_desc.dtype))
     dv_desc.store([s0, head * H], dv.to(dv_desc.dtype))
-    dk *= scale
-    if turn[0] is not None:
-        k = k_desc.load([s0, head * H])  # again: what is kept costs registers
-        _store_turned_back(dk_desc, dk, k.to(tl.float32), turn[0], turn[1], turn[2], s0, head, length, 1, N, H,
-                           STREAMS)
-    else:
-        dk_desc.store([s0, head * H], dk.to(dk_desc.dtype))
 
 
 # Logits within +-60 need no maximum taken off: e^60 times any number of keys fits fp32, and e^-60 keeps its relative
@@ -340,16 +288,13 @@ def _attention_tiles(q, name):
 def _launch_attention(kernel, tiles, matrices, arrays, H, scale, **options):
     """Launch one program for each head and tile: tiles of queries, or of keys where the kernel is the one for dk, dv.
     `matrices`: (matrix or vector, "t" or "s" for the rows of its tiles) in the order of the kernel's descriptors; a
-    missing one is None; one of three dims, (tokens, streams, columns), is written in halves of a head."""
+    missing one is None."""
     rows = {"t": tiles["BLOCK_T"], "s": tiles["BLOCK_S"]}
     length, width = matrices[0][0].shape
     grid = width // H, triton.cdiv(length, rows["s" if kernel is _attention_dkv_kernel else "t"])
-
-    def tile(x, rows):
-        return [rows, H][:x.dim()] if x.dim() < 3 else [rows // x.shape[1], x.shape[1], H // 2]
-
-    descriptors = [x if x is None else TensorDescriptor.from_tensor(x, tile(x, rows[kind])) for x, kind in matrices]
-    kernel[grid](*descriptors, *arrays, length=length, scale=scale, H=H, **tiles, **options)
+    descriptors = [x if x is None else TensorDescriptor.from_tensor(x, [rows[kind], H][:x.dim()])
+                   for x, kind in matrices]
+    kernel[grid](*descriptors, *arrays, length, scale, H=H, **tiles, **options)
 
 
 @torch.library.custom_op("speedrun::attention_forward", mutates_args=())
@@ -378,32 +323,24 @@ def _attention_empty_results(q, k, v, cu_seqlens, window, scale, paired, running
     return q.new_empty(T, N, H), lse, lse.new_empty(2, length, dtype=torch.int32)
 
 
-def _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, dq, dk, dv, more=(None, None, None), turn=None):
-    """Fill dq, dk, dv: (L, heads * H) each, dq and dk with `turn` (scale, cos, sin) (tokens, streams, heads * H). Two
-    kernels, no atomics: same inputs, same bits."""
-    (T, N, H), length, (first, after), delta = q.shape, bounds.shape[1], bounds, torch.empty_like(lse)
-    dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
-    q, k, v, y, dy, dq_more, dk_more, dv_more = (
-        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, *more))
-    options = dict(turn=turn or (None, None, None), N=N, STREAMS=length // T)
-    _launch_attention(_attention_dq_kernel, dq_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t"), (dq_more, "t")],
-                      [lse, delta, first], H, scale, **options)
-    _launch_attention(_attention_dkv_kernel, dkv_tiles,
-                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dk_more, "s"),
-                       (dv_more, "s"), (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale, **options)
-
-
 @torch.library.custom_op("speedrun::attention_backward", mutates_args=())
 def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, bounds: Tensor, scale: float, paired: bool,
     dq_more: Tensor | None = None, dk_more: Tensor | None = None, dv_more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv (T, N, H), each with what more there is of it."""
+    """dq, dk, dv (T, N, H), each with what more there is of it. Two kernels, no atomics: same inputs, same bits."""
     grads = _attention_empty_gradients(dy, q, k, v, y, lse, bounds, scale, paired)
-    length = bounds.shape[1]
-    _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, *(x.view(length, -1) for x in grads),
-                               more=(dq_more, dk_more, dv_more))
+    H, length, (first, after), delta = q.shape[2], bounds.shape[1], bounds, torch.empty_like(lse)
+    dq_tiles, dkv_tiles = (_attention_tiles(q, name) for name in ("dq", "dkv"))
+    q, k, v, y, dy, dq_more, dk_more, dv_more = (
+        x if x is None else aligned(x.reshape(length, -1)) for x in (q, k, v, y, dy, dq_more, dk_more, dv_more))
+    dq, dk, dv = (x.view(length, -1) for x in grads)
+    _launch_attention(_attention_dq_kernel, dq_tiles,
+                      [(q, "t"), (k, "s"), (v, "s"), (y, "t"), (dy, "t"), (dq, "t"), (dq_more, "t")],
+                      [lse, delta, first], H, scale)
+    _launch_attention(_attention_dkv_kernel, dkv_tiles,
+                      [(q, "t"), (k, "s"), (v, "s"), (dy, "t"), (dk, "s"), (dv, "s"), (dk_more, "s"),
+                       (dv_more, "s"), (lse.view(-1), "t"), (delta.view(-1), "t")], [after], H, scale)
     return grads
 
 
@@ -428,61 +365,6 @@ class _Attention(torch.autograd.Function):
         if dy is not None:
             grads = attention_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.paired, *more)
         return *grads, None, None, None, None, None, None
-
-
-class Turned(NamedTuple):
-    """Heads after norm and rotary whose gradient is that of the heads before both: made by `turned_heads`."""
-
-    qk: Tensor  # (2, T, N, H), queries and keys
-    scale: Tensor  # (T, 2 N) fp32, 1 / root mean square of every head before
-    cos: Tensor  # (P, H/4)
-    sin: Tensor
-
-
-@torch.library.custom_op("speedrun::turned_attention_backward", mutates_args=())
-def turned_attention_backward(
-    dy: Tensor, qk: Tensor, head_scale: Tensor, cos: Tensor, sin: Tensor, v: Tensor, y: Tensor, lse: Tensor,
-    bounds: Tensor, scale: float, paired: bool, dv_more: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients (T, 2, N, H) of queries and keys before norm and turn, and dv + dv_more (T, N, H)."""
-    dqk, dv = _turned_attention_empty_gradients(dy, qk, head_scale, cos, sin, v, y, lse, bounds, scale, paired)
-    length, (q, k) = bounds.shape[1], qk
-    dq, dk = (x.view(len(dv), length // len(dv), -1) for x in dqk.unbind(1))
-    _launch_attention_backward(dy, q, k, v, y, lse, bounds, scale, dq, dk, dv.view(length, -1),
-                               more=(None, None, dv_more), turn=(head_scale, cos, sin))
-    return dqk, dv
-
-
-@turned_attention_backward.register_fake
-def _turned_attention_empty_gradients(dy, qk, head_scale, cos, sin, v, y, lse, bounds, scale, paired, dv_more=None):
-    T, N, H = v.shape
-    return v.new_empty(T, 2, N, H), v.new_empty(v.shape)
-
-
-class _TurnedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qk, head_scale, cos, sin, v, cu_seqlens, window, scale, paired, running_max):
-        ctx.set_materialize_grads(False)
-        y, lse, bounds = attention_forward(*qk, v, cu_seqlens, window, scale, paired, running_max)
-        ctx.save_for_backward(qk, head_scale, cos, sin, v, y, lse, bounds)
-        ctx.options = scale, paired
-        return y, v.view_as(v)
-
-    @staticmethod
-    def backward(ctx, dy, dv_more):
-        if dy is None:
-            return None, None, None, None, dv_more, *(None,) * 5
-        dqk, dv = turned_attention_backward(dy, *ctx.saved_tensors, *ctx.options, dv_more)
-        return dqk.transpose(0, 1), None, None, None, dv, *(None,) * 5
-
-
-def turned_attention(heads: Turned, v, cu_seqlens, *, window: int, scale: float, paired: bool = False,
-                     max_logit: float = math.inf):
-    """`attention` whose backward undoes norm and rotary as well, where their results are at hand: (y, heads, v), v to
-    be read instead of v from there on. Kernels only; heads from `turned_heads`, what else as for `attention`."""
-    running_max = max_logit > ATTENTION_SAFE_LOGIT or v.dtype == torch.float16
-    y, v = _TurnedAttention.apply(*heads, v, cu_seqlens, window, scale, paired, running_max)
-    return y, heads, v
 
 
 def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = False, max_logit: float = math.inf,
@@ -543,43 +425,20 @@ def flash_attention(
 
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
-    """Largest difference between kernels and reference, outputs and gradients, relative to the largest value; infinite
-    where either gives what is no number. It runs the kernels that training does, those of bounded logits: where q, k
-    and v are read again, where v alone is, and between heads that the product turns and attention turns back."""
-    T, N, generator = 384, 6, torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-
-    qkv, n, w = [draw(T, N, head_dim) for _ in range(3)], draw(T, 64), draw(3 * N * head_dim, 64)
-    angles = torch.rand(2 * T, head_dim // 4, generator=generator, dtype=torch.float64)
-    cos, sin = (table.to(device, dtype) for table in (angles.cos(), angles.sin()))
-    cu_seqlens = torch.tensor([0, 1, 130, 130, T, T], dtype=torch.int32, device=device)
-    ours, exact = dict(max_logit=ATTENTION_SAFE_LOGIT), {}
-
-    def apart(options, limit):
-        results = (attention if limit else attention_reference)(*qkv, cu_seqlens, share=True, **options, **limit)
-        return results[::3] if options["paired"] else results, qkv
-
-    def turned(options, limit):
-        if limit:
-            heads, v = turned_heads(n, w, cos, sin, heads=N, paired=options["paired"])
-            y, _, v = turned_attention(heads, v, cu_seqlens, **options, **limit)
-        else:
-            qk, v = torch.nn.functional.linear(n, w).view(T, 3, N, head_dim).split((2, 1), 1)
-            v, heads = v[:, 0], norm_rotary_reference(qk, cos, sin, paired=options["paired"], key_offset=False)
-            y = attention_reference(*heads, v, cu_seqlens, **options)
-        return (y, v), (n, w)
-
+    """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where q, k
+    and v are read again and where v alone is."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
     errors = []
-    for how in (apart, turned) if can_turn_heads(n, head_dim) else (apart,):
-        for options in (dict(window=64, scale=0.1, paired=paired) for paired in (False, True)):
-            pairs = []
-            for limit in (ours, exact):
-                results, inputs = how(options, limit)
-                loss = sum(x.float().square().sum() for x in results)
-                pairs.append([results[0].detach(), *torch.autograd.grad(loss, inputs)])
-            errors += [(got - want).float().abs().max() / want.float().abs().max() for got, want in zip(*pairs)]
+    for paired in (False, True):
+        results = []
+        for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
+            read = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share=True)
+            loss = sum(x.float().square().sum() for x in (read[::3] if paired else read))
+            results.append([read[0].detach(), *torch.autograd.grad(loss, qkv)])
+        errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
     worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf
 
@@ -598,8 +457,8 @@ POINTWISE_TILES = {
     "mix backward": dict(BLOCK=1024, WAVES=16, STAGES=1, HOLD=3, num_warps=1),
     "injections forward": dict(ROWS=1, num_warps=1),
     "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
-    "smear forward": dict(ROWS=1, num_warps=1),  # both are guesses
-    "smear backward": dict(ROWS=8, num_warps=1),
+    "smear forward": dict(BLOCK=1024, WAVES=4096, STAGES=1, num_warps=1),
+    "smear backward": dict(BLOCK=1024, WAVES=16, STAGES=1, num_warps=2),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
@@ -1145,76 +1004,70 @@ def smear_reference(e, gate_w, lam):
 
 
 @jit
-def _smear_gate(e_ptr, w, t, e_step, T, W: tl.constexpr, NEAR: tl.constexpr):
-    """(rows,) the sigmoid; and (rows, NEAR), what it is made from."""
-    j = tl.arange(0, NEAR)[None, :]
-    near = tl.load(e_ptr + t[:, None] * e_step + j, mask=(t < T)[:, None] & (j < W), other=0.0).to(tl.float32)
-    return tl.sigmoid(tl.sum(near * w, 1)), near
+def _smear_rows(e_ptr, t, e_step, T, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows t of e, (rows, COLUMNS) fp32; zeros outside."""
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = ((t >= 0) & (t < T))[:, None] & (d < D)
+    return tl.load(e_ptr + t[:, None] * e_step + d, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
 def _smear_forward_kernel(
     e_ptr, w_ptr, lam_ptr, n_ptr, e_step, T,
-    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Each row is also its neighbour's, which finds it in a cache."""
-    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
-    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
-    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (t < T)[:, None] & (d < D)
-    at = e_ptr + t[:, None] * e_step + d
-    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
-    s, _ = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
-    x = e + (tl.load(lam_ptr).to(tl.float32) * s)[:, None] * before
-    n = x * _pointwise_rms_scale(x, D)[:, None]
-    tl.store(n_ptr + t[:, None] * D + d, n.to(n_ptr.dtype.element_ty), mask=inside)
+    """Programs walk the rows, ROWS at a time. Each is also its neighbour's, which finds it in a cache."""
+    d = tl.arange(0, COLUMNS)[None, :]
+    w, lam = tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32), tl.load(lam_ptr).to(tl.float32)
+    for group in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        t = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        before, e = _smear_rows(e_ptr, t - 1, e_step, T, D, COLUMNS), _smear_rows(e_ptr, t, e_step, T, D, COLUMNS)
+        x = e + (lam * tl.sigmoid(tl.sum(e * w, 1)))[:, None] * before
+        n = x * _pointwise_rms_scale(x, D)[:, None]
+        tl.store(n_ptr + t[:, None] * D + d, n.to(n_ptr.dtype.element_ty), mask=(t < T)[:, None] & (d < D))
+
+
+@jit
+def _smear_total(dn, e, before, w, lam, D: tl.constexpr):
+    """Of rows: the gate's sigmoid (rows,), and the gradient of the sum that was normed."""
+    gate = tl.sigmoid(tl.sum(e * w, 1))
+    x = e + (lam * gate)[:, None] * before
+    scale = _pointwise_rms_scale(x, D)
+    share = scale * scale * tl.sum(dn * x, 1) / D
+    return gate, scale[:, None] * (dn - share[:, None] * x)
 
 
 @jit
 def _smear_backward_kernel(
     dn_ptr, e_ptr, w_ptr, lam_ptr, de_ptr, partials_ptr, e_step, T,
-    W: tl.constexpr, NEAR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """A program walks ROWS rows from the last to the first, finding in a cache what it has read; it starts at the row
-    after them, whose sum took a share of their last one. Partials (W + 1, programs) are those of gate_w, then lam."""
-    d, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, NEAR)[None, :]
-    w = tl.load(w_ptr + j, mask=j < W, other=0.0).to(tl.float32)
-    lam = tl.load(lam_ptr).to(tl.float32)
-    after = tl.zeros((1,), tl.int64) + (tl.program_id(0).to(tl.int64) + 1) * ROWS
-    later = tl.zeros((1, COLUMNS), tl.float32)  # what row t + 1 hands back to row t
-    dw, dlam = tl.zeros((1, NEAR), tl.float32), tl.zeros((1,), tl.float32)
-    for step in range(0, ROWS + 1):
-        t = after - step
-        inside = (t < T)[:, None] & (d < D)
-        at = e_ptr + t[:, None] * e_step + d
-        e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        before = tl.load(at - e_step, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
-        dn = tl.load(dn_ptr + t[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
-        s, near = _smear_gate(e_ptr, w, t, e_step, T, W, NEAR)
-        x = e + (lam * s)[:, None] * before
-        scale = _pointwise_rms_scale(x, D)
-        share = scale * scale * tl.sum(dn * x, 1) / D
-        dgate = scale * (tl.sum(dn * before, 1) - share * tl.sum(x * before, 1))
-        dgate = tl.where(step > 0, dgate, 0.0)  # the row after counts elsewhere
-        rest = dn - share[:, None] * x
-        dlam += dgate * s
-        dlogit = (dgate * lam * s * (1 - s))[:, None]
-        dw += dlogit * near
-        de = scale[:, None] * rest + later + dlogit * tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32)
-        tl.store(de_ptr + t[:, None] * D + d, de.to(de_ptr.dtype.element_ty), mask=inside & (step > 0))
-        later = (lam * s * scale)[:, None] * rest
+    """Programs walk the rows, ROWS at a time; a row's gradient is that of its own sum and of the next row's, which is
+    computed again. Partials (W + 1, programs): each program's shares of the gradients of gate_w, then of lam."""
+    d = tl.arange(0, COLUMNS)[None, :]
+    w, lam = tl.load(w_ptr + d, mask=d < W, other=0.0).to(tl.float32), tl.load(lam_ptr).to(tl.float32)
+    dw, dlam = tl.zeros((1, COLUMNS), tl.float32), tl.zeros((1,), tl.float32)
+    for group in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        t = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        before, e = _smear_rows(e_ptr, t - 1, e_step, T, D, COLUMNS), _smear_rows(e_ptr, t, e_step, T, D, COLUMNS)
+        after = _smear_rows(e_ptr, t + 1, e_step, T, D, COLUMNS)
+        dn, dn_after = _smear_rows(dn_ptr, t, D, T, D, COLUMNS), _smear_rows(dn_ptr, t + 1, D, T, D, COLUMNS)
+        gate_after, total_after = _smear_total(dn_after, after, e, w, lam, D)
+        gate, total = _smear_total(dn, e, before, w, lam, D)
+        dgate = tl.sum(total * before, 1)
+        dlogit = (dgate * lam * gate * (1 - gate))[:, None]
+        dlam += tl.sum(dgate * gate, 0)
+        dw += tl.sum(dlogit * e, 0)[None, :]
+        de = total + (lam * gate_after)[:, None] * total_after + dlogit * w
+        tl.store(de_ptr + t[:, None] * D + d, de.to(de_ptr.dtype.element_ty), mask=(t < T)[:, None] & (d < D))
     partial = partials_ptr + tl.program_id(0)
-    tl.store(partial + j * tl.num_programs(0), dw, mask=j < W)
+    tl.store(partial + d * tl.num_programs(0), dw, mask=d < W)
     tl.store(partial + W * tl.num_programs(0) + tl.arange(0, 1), dlam)
 
 
 def _launch_smear(kernel, name, before, e, gate_w, lam, *results):
-    (T, D), W, tiles = e.shape, gate_w.shape[1], POINTWISE_TILES[name]
-    e = _pointwise_rows(e)
-    kernel[triton.cdiv(T, tiles["ROWS"]),](
-        *before, e, gate_w.contiguous(), lam, *results, e.stride(0), T,
-        W=W, NEAR=triton.next_power_of_2(W), D=D, COLUMNS=triton.next_power_of_2(D), **tiles)
+    (programs, launch), e = _mix_launch(name, e), _pointwise_rows(e)
+    kernel[programs,](*before, e, gate_w.contiguous(), lam, *results, e.stride(0), len(e), W=gate_w.shape[1], **launch)
 
 
 @torch.library.custom_op("speedrun::smear_forward", mutates_args=())
@@ -1233,7 +1086,7 @@ def _smear_empty_result(e, gate_w, lam):
 def smear_backward(dn: Tensor, e: Tensor, gate_w: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     """de, and (W + 1,) fp32, the gradients of gate_w and of lam."""
     de, sums = _smear_empty_gradients(dn, e, gate_w, lam)
-    programs = triton.cdiv(len(e), POINTWISE_TILES["smear backward"]["ROWS"])
+    programs = _mix_launch("smear backward", e)[0]
     partials = sums.new_empty(len(sums), programs)
     _launch_smear(_smear_backward_kernel, "smear backward", (dn.contiguous(),), e, gate_w, lam, de, partials)
     _mix_scalars_kernel[len(sums),](partials, sums, programs, **MIX_SCALARS_TILES)
@@ -1312,6 +1165,13 @@ def _rotary_tables(cos_ptr, sin_ptr, t, head, inside, H: tl.constexpr, STREAMS: 
     turning = inside[:, None] & (pair < H // 4)
     cos = tl.load(cos_ptr + at, mask=turning, other=1.0).to(tl.float32)
     return cos, tl.load(sin_ptr + at, mask=turning, other=0.0).to(tl.float32)
+
+
+@jit
+def _rotary_turn(x, cos, sin):
+    """Turn the adjacent pairs of each row backwards by their angles."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), x.shape)
 
 
 @jit
@@ -2425,6 +2285,20 @@ HEADS_TILES = dict(BLOCK_T=128, BLOCK_K=64, WAVES=2, num_warps=4, num_stages=3) 
 
 
 @jit
+def _halves(x):
+    """The left and the right half of the columns of x."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@jit
+def _head_angles(cos_ptr, sin_ptr, t, head, inside, H: tl.constexpr, STREAMS: tl.constexpr):
+    """cos and sin (rows, H/4) of the pairs in the first half of a token's head; 1 and 0 where not inside."""
+    at = (t * STREAMS + head % STREAMS)[:, None] * (H // 4) + tl.arange(0, H // 4)[None, :]
+    cos = tl.load(cos_ptr + at, mask=inside[:, None], other=1.0).to(tl.float32)
+    return cos, tl.load(sin_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@jit
 def _heads_kernel(left, right, out, scale_ptr, cos_ptr, sin_ptr, T, K, N: tl.constexpr, H: tl.constexpr,
                   STREAMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
     """out (3, T, N H) from left (T, K) right^T (3 N H, K): queries and keys normed and turned head by head, values as
@@ -2444,6 +2318,27 @@ def _heads_kernel(left, right, out, scale_ptr, cos_ptr, sin_ptr, T, K, N: tl.con
         turned = _rotary_turn(turned, cos, sin)
         out.store([part, t0, head * H], tl.reshape(turned.to(out.dtype), (1, BLOCK_T, H // 2)))
         out.store([part, t0, head * H + H // 2], tl.reshape(still.to(out.dtype), (1, BLOCK_T, H // 2)))
+
+
+@jit
+def _heads_backward_kernel(out_ptr, dq_ptr, dk_ptr, dqk_ptr, scale_ptr, cos_ptr, sin_ptr, T, N: tl.constexpr,
+                           H: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr):
+    """The gradient of heads before norm and turn from what they became. Rows are heads of queries (programs (i, 0)) or
+    of keys (programs (i, 1)). A turn leaves a head's mean of x * dx as it was."""
+    part = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, head, d = row // N, row % N, tl.arange(0, H)[None, :]
+    inside, at = (t < T)[:, None], row.to(tl.int64)[:, None] * H + d
+    x = tl.load(out_ptr + part.to(tl.int64) * T * (N * H) + at, mask=inside, other=0.0).to(tl.float32)
+    if part == 0:
+        dx = tl.load(dq_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dx = tl.load(dk_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + t * (2 * N) + part * N + head, mask=t < T, other=0.0)[:, None]
+    cos, sin = _rotary_tables(cos_ptr, sin_ptr, t, head, t < T, H, STREAMS)
+    dx = scale * _rotary_turn(dx - x * (tl.sum(x * dx, 1) / H)[:, None], cos, -sin)
+    target = (t.to(tl.int64) * 2 + part) * N + head
+    tl.store(dqk_ptr + target[:, None] * H + d, dx.to(dqk_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("speedrun::heads_forward", mutates_args=())
@@ -2468,44 +2363,64 @@ def _heads_empty_results(n_TD, w_ED, cos, sin, heads, paired):
     return n_TD.new_empty(3, T, heads, width), n_TD.new_empty(T, 2 * heads, dtype=torch.float32)
 
 
-class _TurnedHeads(torch.autograd.Function):
+@torch.library.custom_op("speedrun::heads_backward", mutates_args=())
+def heads_backward(dq: Tensor, dk: Tensor, out: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, paired: bool
+                   ) -> Tensor:
+    """(T, 2, N, H), the gradient of queries and keys before norm and turn; out, scale: heads_forward's results."""
+    dqk, (_, T, N, H) = _heads_empty_gradient(dq, dk, out, scale, cos, sin, paired), out.shape
+    tiles = POINTWISE_TILES["norm_rotary backward"]
+    _heads_backward_kernel[triton.cdiv(T * N, tiles["ROWS"]), 2](
+        out, dq.contiguous(), dk.contiguous(), dqk, scale, cos.contiguous(), sin.contiguous(), T, N=N, H=H,
+        STREAMS=1 + paired, **tiles)
+    return dqk
+
+
+@heads_backward.register_fake
+def _heads_empty_gradient(dq, dk, out, scale, cos, sin, paired):
+    _, T, N, H = out.shape
+    return out.new_empty(T, 2, N, H)
+
+
+class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, n_TD, w_ED, grad_ED, cos, sin, heads, paired):
         out, scale = heads_forward(n_TD, w_ED, cos, sin, heads, paired)
-        ctx.save_for_backward(n_TD, w_ED)
-        ctx.grad_ED = grad_ED
-        ctx.mark_non_differentiable(scale)
-        return out[:2], scale, out[2]
+        ctx.save_for_backward(n_TD, w_ED, out, scale, cos, sin)
+        ctx.grad_ED, ctx.paired = grad_ED, paired
+        return out.unbind()
 
     @staticmethod
-    def backward(ctx, dqk, _, dv):
-        n_TD, w_ED = ctx.saved_tensors
-        T = len(n_TD)
-        dys = dqk.transpose(0, 1).reshape(T, -1), dv.reshape(T, -1)
-        split = dys[0].shape[1]
-        dn_TD = product(list(dys), [w_ED[:split], w_ED[split:]]) if ctx.needs_input_grad[0] else None
+    def backward(ctx, dq, dk, dv):
+        n_TD, w_ED, *made = ctx.saved_tensors
+        dys = [dy.reshape(len(n_TD), -1) for dy in (heads_backward(dq, dk, *made, ctx.paired), dv)]
+        parts = [dy.shape[1] for dy in dys]
+        dn_TD = product(dys, list(w_ED.split(parts))) if ctx.needs_input_grad[0] else None
         dw_ED = None
         if ctx.needs_input_grad[1]:
-            grads = (None, None) if ctx.grad_ED is None else (ctx.grad_ED[:split], ctx.grad_ED[split:])
+            grads = (None, None) if ctx.grad_ED is None else ctx.grad_ED.split(parts)
             dws = [_weight_gradient(grad, dy, n_TD) for grad, dy in zip(grads, dys)]
             dw_ED = torch.cat(dws) if ctx.grad_ED is None else None
         return dn_TD, dw_ED, None, None, None, None, None
 
 
-def can_turn_heads(n_TD: Tensor, width: int) -> bool:
-    """Whether `turned_heads` takes such input and heads: kernels on a large card, and heads of a tile's width."""
-    return _use_matrix_kernel(n_TD) and card_of(n_TD.device)[0] == "large" and width in (16, 32, 64, 128)
+def heads(n_TD, w_ED, cos, sin, *, heads: int, paired: bool, key_offset: bool, grad=None) -> tuple:
+    """Attention's queries, keys and values (T, N, H) from its input: a product, then norm_rotary of the first two.
 
-
-def turned_heads(n_TD, w_ED, cos, sin, *, heads: int, paired: bool, grad=None) -> tuple[Turned, Tensor]:
-    """Queries and keys, normed and turned as norm_rotary does it, for `turned_attention`; and values (T, N, H).
-
-    n_TD (T, D); w_ED (3 N H, D), the weights of queries, keys and values; cos, sin (P, H/4) as for norm_rotary, without
-    a key offset; grad: where w_ED's gradient is added, see `linear`. One product writes all three; queries and keys
-    before the norm are never written. Ask `can_turn_heads` first.
+    n_TD (T, D); w_ED (3 N H, D), the weights of queries, keys and values; cos, sin, paired and key_offset: see
+    norm_rotary; grad: where w_ED's gradient is added, see `linear`. Where it can, the product norms and turns what it
+    writes: without a key offset (which leaves out half of the last key), on a large card, for heads of 16 to 128.
     """
-    qk, scale, v = _TurnedHeads.apply(n_TD, w_ED, grad, cos, sin, heads, paired)
-    return Turned(qk, scale, cos, sin), v
+    require(w_ED.dim() == 2 and w_ED.shape[1] == n_TD.shape[1] and len(w_ED) % (3 * heads) == 0,
+            f"heads takes weights (3 x {heads} x head dim, {n_TD.shape[1]}), not {tuple(w_ED.shape)}: stack those of "
+            "queries, keys and values")
+    width = len(w_ED) // (3 * heads)
+    if (use_kernel(n_TD) and _use_matrix_kernel(n_TD) and card_of(n_TD.device)[0] == "large" and not key_offset
+            and width in (16, 32, 64, 128)):
+        return _Heads.apply(n_TD, w_ED, grad, cos, sin, heads, paired)
+    parts = [2 * heads * width, heads * width]
+    qk, v = linear(n_TD, w_ED.split(parts), None if grad is None else grad.split(parts))
+    qk = qk.view(len(n_TD), 2, heads, width)
+    return *norm_rotary(qk, cos, sin, paired=paired, key_offset=key_offset), v.view(len(n_TD), heads, width)
 
 
 # --- linear + relu^2, forward and backward ---

@@ -35,17 +35,8 @@ def attention_rows():
             types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" 
                       for x in ("k", "v", "dk", "dv", "dk_more", "dv_more")}
             types |= {f"{x}_desc": f"tensordesc<fp32[{queries}]>" for x in ("lse", "delta")}
-            numbers = {} if name == "forward" else dict(N=6, STREAMS=2)
             for extra in extras[name]:
-                absent = {} if name == "forward" else dict(turn=(None,) * 3)
-                yield row(f"attention {name} {card} {H} {extra}", kernel, archs, plain | types, tiles, H=H,
-                          **extra, **numbers, **absent)
-            if name != "forward" and card == "large":
-                rows = queries if name == "dq" else keys
-                turned = {"turn": ("*fp32", "*bf16", "*bf16")}
-                turned[f"{name[:2]}_desc"] = f"tensordesc<bf16[{rows // 2},2,{H // 2}]>"
-                yield row(f"attention {name} {card} {H} turned back", kernel, archs, plain | types | turned, tiles, H=H,
-                          **extras[name][0], **numbers)
+                yield row(f"attention {name} {card} {H} {extra}", kernel, archs, plain | types, tiles, H=H, **extra)
 
 
 def pointwise_rows():
@@ -103,7 +94,7 @@ def pointwise_rows():
     signature |= {"lam_ptr": "*fp32:1", "partials_ptr": "*fp32"}
     for direction, kernel in both.items():
         name = f"smear {direction}"
-        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], W=12, NEAR=16, D=768, COLUMNS=1024)
+        yield row(name, kernel, archs, signature, kernels.POINTWISE_TILES[name], W=12, D=768, ROWS=1, COLUMNS=1024)
     heads = ("qk", "q", "k", "dq", "dk", "dqk", "cos", "sin", "y", "v", "z", "dz", "dy", "dv", "dalpha", "dgate")
     signature = {f"{x}_ptr": bf16 for x in heads} | {"alpha_ptr": any_bf16, "gate_ptr": any_bf16, "T": "i32:16"}
     signature |= {f"{x}_step": "i32:16" for x in ("qk", "y", "v")} | {"alpha_step": "i32", "gate_step": "i32"}
@@ -165,7 +156,11 @@ def matrix_rows():
     signature = dict(left=f"tensordesc<bf16[{rows}, {depth}]>", right=f"tensordesc<bf16[128, {depth}]>",
                      out=f"tensordesc<bf16[1, {rows}, 64]>", scale_ptr="*fp32", cos_ptr="*bf16", sin_ptr="*bf16",
                      T="i32:16", K="i32:16")
-    yield row("turned heads", kernels._heads_kernel, (90,), signature, tiles, N=6, H=128, STREAMS=2)
+    yield row("heads", kernels._heads_kernel, (90,), signature, tiles, N=6, H=128, STREAMS=2)
+    signature = dict.fromkeys(("out_ptr", "dq_ptr", "dk_ptr", "dqk_ptr", "cos_ptr", "sin_ptr"), "*bf16")
+    signature |= {"scale_ptr": "*fp32", "T": "i32:16"}
+    yield row("heads backward", kernels._heads_backward_kernel, (80, 90), signature,
+              kernels.POINTWISE_TILES["norm_rotary backward"], N=6, H=128, STREAMS=2)
     signature = dict(x="*bf16", peaks="*fp32", bank_stride="i32:16", numel="i32:16", blocks="i32")
     yield row("quantize peak", kernels._quantize_peak_kernel, (80, 90), signature, kernels.QUANTIZE_TILES)
     yield row("quantize cast", kernels._quantize_cast_kernel, (89, 90),

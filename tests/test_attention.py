@@ -269,78 +269,6 @@ def test_v_read_again_or_not(paired, device, force_kernels, monkeypatch):
     assert torch.equal(run_shared(attention, q, k, v, None, cu, dy, **options)[3], dy)
 
 
-# --- norm and rotary inside: the product's results on the way in, attention's gradients on the way out ---
-
-def turned_inputs(T, ends, N=2, H=16, D=24, dtype=torch.float32, device="cpu"):
-    *_, cu_seqlens = make(T, ends, device=device)
-    generator = torch.Generator().manual_seed(T)
-    shapes = (T, D), (3 * N * H, D), (T, N, H), (T, N, H)
-    n, w, dy, dv = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    angles = 9 * torch.rand(2 * T, H // 4, generator=generator, dtype=torch.float64)
-    return n, w / D**0.5, dy, dv, angles.cos().to(device, dtype), angles.sin().to(device, dtype), cu_seqlens
-
-
-def run_turned(how, n, w, dy, dv, cos, sin, cu_seqlens, *, paired, window):
-    """(y, v, dn, dw) of attention from its normed input, v read again with the gradient dv; how: kernels, reference."""
-    (T, N, H), leaves = dy.shape, [x.detach().requires_grad_() for x in (n, w)]
-    options = dict(window=window, scale=0.3, paired=paired)
-    if how == "kernels":
-        heads, v = kernels.turned_heads(*leaves, cos, sin, heads=N, paired=paired)
-        y, _, v = kernels.turned_attention(heads, v, cu_seqlens, max_logit=20.0, **options)
-    else:
-        qk, v = (leaves[0] @ leaves[1].mT).split((2 * N * H, N * H), 1)
-        qk, v = qk.view(T, 2, N, H), v.view(T, N, H)
-        q, k = kernels.norm_rotary_reference(qk, cos, sin, paired=paired, key_offset=False)
-        y = attention_reference(q, k, v, cu_seqlens, **options)
-    grads = torch.autograd.grad((y, v), leaves, (dy, dv))
-    return y.detach(), v.detach(), *grads
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
-@pytest.mark.parametrize("N, H", [(2, 16), (6, 32)] + [(6, 128)] * GPU)
-@pytest.mark.parametrize("name", ["one-token and empty documents", "tile-aligned", "no padding"])
-def test_turned_heads_and_attention(name, N, H, paired, dtype, device, force_kernels):
-    T, ends, window = CASES[name]
-    case, options = turned_inputs(T, ends, N, H, dtype=dtype, device=device), dict(window=window, paired=paired)
-    exact = run_turned("reference", *(x.double() for x in case[:-1]), case[-1], **options)
-    eager = run_turned("reference", *case, **options)
-    got = run_turned("kernels", *case, **options)
-    for label, *values in zip(("y", "v", "dn", "dw"), got, exact, eager):
-        assert_as_good_as_eager(label, *values)
-    again = run_turned("kernels", *case, **options)
-    assert all(map(torch.equal, got, again)), "not repeatable"
-
-
-def test_turned_heads_add_their_weights_gradient_in_place(device, force_kernels):
-    case = turned_inputs(70, [30], dtype=LOW, device=device)
-    n, w, dy, dv, cos, sin, _ = case
-    start = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).to(w)
-    grad, dqk = start.clone(), torch.stack((dy, dv))
-
-    def gradients(grad):
-        leaves = [x.detach().requires_grad_() for x in (n, w)]
-        heads, v = kernels.turned_heads(*leaves, cos, sin, heads=2, paired=False, grad=grad)
-        torch.autograd.backward((heads.qk, v), (dqk, dv))
-        return [leaf.grad for leaf in leaves]
-
-    (dn, dw), (dn_again, nothing) = gradients(None), gradients(grad)
-    assert nothing is None and torch.equal(dn, dn_again)
-    dys = torch.cat([x.reshape(70, -1) for x in (dy, dv, dv)], 1)  # `Turned` takes gradients of heads before the norm
-    assert_as_good_as_eager("dw", dw, dys.double().mT @ n.double(), dys.mT @ n)
-    assert_as_good_as_eager("grad", grad, start.double() + dys.double().mT @ n.double(), start + dys.mT @ n)
-
-
-@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
-def test_turned_operators_are_registered_right(paired, device):
-    n, w, dy, dv, cos, sin, cu = turned_inputs(66, [30], dtype=LOW, device=device)
-    torch.library.opcheck(kernels.heads_forward, (n, w, cos, sin, 2, paired), test_utils="test_faketensor")
-    out, scale = kernels.heads_forward(n, w, cos, sin, 2, paired)
-    y, lse, bounds = kernels.attention_forward(*out, cu, 20, 0.3, paired, False)
-    arguments = dy, out[:2], scale, cos, sin, out[2], y, lse, bounds, 0.3, paired, dv
-    torch.library.opcheck(kernels.turned_attention_backward, arguments, test_utils="test_faketensor")
-
-
 def test_gradients_follow_the_incoming_gradient(device, force_kernels):
     *case, dy, cu = make(60, [29], device=device)
     options = dict(window=17, scale=0.25)
@@ -442,12 +370,8 @@ def test_kernels_refuse(H, dtype, device, force_kernels):
 
 def test_the_probe_agrees_and_notices(device, force_kernels, monkeypatch):
     assert kernels.probe_attention(torch.device(device), 16, LOW) < 0.02
-    wrong = {"attention": lambda q, k, v, cu, **options: (q * torch.nan + k + v, v),
-             "turned_attention": lambda heads, v, cu, **options: (heads.qk.sum(0) * torch.nan + v, heads, v)}
-    for name, op in wrong.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, name, op)
-            assert kernels.probe_attention(torch.device(device), 16, LOW) == math.inf
+    monkeypatch.setattr(kernels, "attention", lambda q, k, v, cu, **options: (q * torch.nan + k + v, q, k, v))
+    assert kernels.probe_attention(torch.device(device), 16, LOW) == math.inf
 
 
 # --- compiled ---

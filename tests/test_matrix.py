@@ -337,6 +337,63 @@ def test_product(T, N, depths, dtype, device, force_kernels):
         torch.library.opcheck(kernels.product, arguments, test_utils="test_faketensor")
 
 
+# --- heads
+
+
+def heads_inputs(T, N, H, D=24, dtype=torch.float32, device="cpu"):
+    n, w = values(T, D, dtype=dtype, device=device), values(3 * N * H, D, dtype=dtype, device=device, seed=1)
+    angles = 9 * values(2 * T, H // 4, dtype=torch.float64, device=device, seed=2)
+    douts = [values(T, N, H, dtype=dtype, device=device, seed=3 + i) for i in range(3)]
+    return n, w / 4, angles.cos().to(dtype), angles.sin().to(dtype), douts
+
+
+def run_heads(op, n, w, cos, sin, douts, grad=None, **options):
+    """(q, k, v, dn, dw); op: kernels.heads, or None for the formula."""
+    leaves = [x.detach().requires_grad_() for x in (n, w)]
+    N = douts[0].shape[1]
+    if op:
+        results = op(*leaves, cos, sin, heads=N, grad=grad, **options)
+    else:
+        qkv = (leaves[0] @ leaves[1].mT).view(len(n), 3, N, -1)
+        results = *kernels.norm_rotary_reference(qkv[:, :2], cos, sin, **options), qkv[:, 2]
+    torch.autograd.backward(results, douts)
+    return *(x.detach() for x in results), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("T, N, H", [(1, 2, 16), (130, 2, 16), (37, 6, 32)] + [(16384, 6, 128), (1000, 4, 64)] * GPU)
+def test_heads(T, N, H, paired, key_offset, dtype, device, force_kernels):
+    """In one product, or (a key offset) in two and norm_rotary."""
+    *inputs, douts = heads_inputs(T, N, H, 768 if T > 999 else 24, dtype, device)
+    options = dict(paired=paired, key_offset=key_offset)
+    got = run_heads(kernels.heads, *inputs, douts, **options)
+    exact = run_heads(None, *(x.double() for x in inputs), [x.double() for x in douts], **options)
+    eager = run_heads(None, *inputs, douts, **options)
+    for name, *results in zip(("q", "k", "v", "dn", "dw"), got, exact, eager):
+        assert_as_good_as_eager(name, *results)
+    again = run_heads(kernels.heads, *(sheared(x) for x in inputs[:2]), *inputs[2:], douts, **options)
+    assert all(map(torch.equal, got, again)), "another layout, other results"
+    start = values(*inputs[1].shape, dtype=dtype, device=device, seed=9)
+    *same, dw = run_heads(kernels.heads, *inputs, douts, grad=(added := start.clone()), **options)
+    assert dw is None and all(map(torch.equal, same, got))
+    assert_as_good_as_eager("gradient added", added, start.double() + exact[-1], start + eager[-1])
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
+def test_heads_operators_are_registered_right(paired, device):
+    n, w, cos, sin, (dq, dk, _) = heads_inputs(66, 2, 16, dtype=LOW, device=device)
+    torch.library.opcheck(kernels.heads_forward, (n, w, cos, sin, 2, paired), test_utils="test_faketensor")
+    made = kernels.heads_forward(n, w, cos, sin, 2, paired)
+    torch.library.opcheck(kernels.heads_backward, (dq, dk, *made, cos, sin, paired), test_utils="test_faketensor")
+
+
+def test_heads_refuses_weights_that_do_not_split(device):
+    n, w, cos, sin, _ = heads_inputs(5, 2, 16, device=device)
+    with pytest.raises(ValueError, match="stack those of queries, keys and values"):
+        kernels.heads(n, w[1:], cos, sin, heads=2, paired=False, key_offset=False)
+
+
 def test_mlp_reference_gradient_in_double():
     inputs = [x.requires_grad_() for x in mlp_inputs(5, 4, 6, torch.float64, "cpu")[:3]]
     assert torch.autograd.gradcheck(mlp, inputs)

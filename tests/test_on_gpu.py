@@ -106,8 +106,8 @@ def test_a_replayed_graph_gives_the_eager_gradients(warm, step):
     weights = torch.tensor(train_gpt.mtp_weights(cfg, step), device="cuda")
 
     def gradients(micro_step, batch) -> dict[str, torch.Tensor]:
-        for parameter in parameters.values():
-            parameter.grad.zero_()
+        for tensor in (*parameters.values(), *warm.model.folded):
+            tensor.grad.zero_()
         loss = micro_step(batch, view, weights)
         warm.model.unfold()  # what folded matrices gathered goes on to banks and lambdas
         return {"loss": loss.clone()} | {name: parameter.grad.clone() for name, parameter in parameters.items()}
