@@ -458,12 +458,12 @@ POINTWISE_TILES = {
     "injections forward": dict(ROWS=1, num_warps=1),
     "injections backward": dict(ROWS=1, CHUNK=256, num_warps=1),
     "smear forward": dict(BLOCK=1024, WAVES=4096, STAGES=1, num_warps=1),
-    "smear backward": dict(BLOCK=1024, WAVES=16, STAGES=1, num_warps=2),
+    "smear backward": dict(BLOCK=1024, WAVES=8, STAGES=2, num_warps=1),
     "norm_rotary forward": dict(ROWS=16, num_warps=4),  # rows are heads from here on
     "norm_rotary backward": dict(ROWS=4, num_warps=1),
     "finish_heads forward": dict(ROWS=4, num_warps=1),
     "finish_heads backward": dict(ROWS=16, num_warps=4),
-    "add_values forward": dict(BLOCK=1024, WAVES=4096, num_warps=1),  # tokens, as in a mix; both are guesses
+    "add_values forward": dict(BLOCK=1024, WAVES=4096, num_warps=1),  # tokens, as in a mix
     "add_values backward": dict(BLOCK=1024, WAVES=16, num_warps=1),
 }
 MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
