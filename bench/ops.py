@@ -224,6 +224,40 @@ def mlp_cases(s: Sizes) -> Iterator[Case]:
     yield Case("quantize activations", *pair("quantize"), lambda: two()[:1], costs, bitwise=True, sets=4)
 
 
+def products_cases(s: Sizes) -> Iterator[Case]:
+    """Queries, keys and values from their input, normed and turned; the gradient of such an input; a deep product."""
+    T, D, N, H = s.T, s.model.dim, s.model.heads, s.model.head_dim
+    angles, product = 6 * torch.rand(2 * T, H // 4, device=s.device), 2 * T * D * D
+
+    def made(n: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = angles.cos().to(n.dtype), angles.sin().to(n.dtype)
+        return kernels.heads(n, w, cos, sin, heads=N, paired=True, key_offset=False)
+
+    def reference(n: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        qkv, cos, sin = (n @ w.T).view(T, 3, N, H), angles.cos().to(n.dtype), angles.sin().to(n.dtype)
+        q, k = kernels.norm_rotary_reference(qkv[:, :2], cos, sin, paired=True, key_offset=False)
+        return q, k, qkv[:, 2].contiguous()
+
+    weights = lambda depth: s.randn(depth, D, scale=depth**-0.5)  # noqa: E731
+    costs = {"bf16": 3 * product}, {"bf16": 9 * product}
+    yield Case("heads", made, reference, lambda: [s.randn(T, D), s.randn(3 * D, D, scale=D**-0.5)], costs, sets=2)
+    for name, depths in (("product, two terms", (2 * D, D)), ("product, deep", (4 * D,))):
+
+        def inputs(depths: tuple[int, ...] = depths) -> list[Tensor]:
+            return [s.randn(T, depth) for depth in depths] + [weights(depth) for depth in depths]
+
+        def ours(*x: Tensor) -> Tensor:
+            return kernels.product(list(x[: len(x) // 2]), list(x[len(x) // 2 :]))
+
+        def library(*x: Tensor) -> Tensor:
+            out, pairs = None, zip(x[: len(x) // 2], x[len(x) // 2 :])
+            for left, right in pairs:
+                out = left @ right if out is None else out.addmm_(left, right)
+            return out
+
+        yield Case(name, ours, library, inputs, ({"bf16": sum(depths) // D * product},))
+
+
 def gates_cases(s: Sizes) -> Iterator[Case]:
     """The lanes of the post gate, with a learned scale, and MUDD's, in fp32."""
     (T, D, F, item), learned = (s.T, s.model.dim, s.model.gate_hidden, s.model.dtype.itemsize), s.tensor(0.125)
@@ -374,6 +408,7 @@ OPS = {  # cases, and whether they depend on the stage
     "dc": (dc_cases, True),
     "head": (head_cases, True),
     "mlp": (mlp_cases, True),
+    "products": (products_cases, True),
     "gates": (gates_cases, True),
     "pointwise": (pointwise_cases, True),
     "lookup": (lookup_cases, True),
