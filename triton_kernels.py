@@ -13,10 +13,10 @@ tables named *_TILES, keyed by what decides them, with their source. dc_triton_k
 Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
-  Pointwise                            residual mixing with its norm, smear, norm and rotary, XSA, gates
+  Pointwise                            residual mixing with its norm, smear, norm and rotary, XSA, value embeddings
   Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
-  Linear + relu2 and FP8 quantization  quantized weights and activations, the MLP forward and backward
+  Linear + relu2 and FP8 quantization  quantized weights and activations, products, attention's heads, the MLP
   Gates                                per-token coefficients of two small layers, forward and backward
   Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
   Head                                 softcapped multi-token cross-entropy in FP8 or not, evaluation loss
@@ -426,18 +426,18 @@ def flash_attention(
 
 def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> float:
     """Largest difference between kernel and reference, outputs and gradients, relative to the largest value; infinite
-    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where q, k
-    and v are read again and where v alone is."""
+    where either gives what is no number. It runs the kernels that training does, those of bounded logits, where nothing
+    of q, k and v is read again, where v is, and where all are."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(384, 6, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     cu_seqlens = torch.tensor([0, 1, 130, 130, 384, 384], dtype=torch.int32, device=device)
     errors = []
-    for paired in (False, True):
+    for paired, read in (True, slice(1)), (True, slice(0, None, 3)), (False, slice(None)):
         results = []
         for op in (partial(attention, max_logit=ATTENTION_SAFE_LOGIT), attention_reference):
-            read = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share=True)
-            loss = sum(x.float().square().sum() for x in (read[::3] if paired else read))
-            results.append([read[0].detach(), *torch.autograd.grad(loss, qkv)])
+            y, *again = op(*qkv, cu_seqlens, window=64, scale=0.1, paired=paired, share=True)
+            loss = sum(x.float().square().sum() for x in (y, *again)[read])
+            results.append([y.detach(), *torch.autograd.grad(loss, qkv)])
         errors += [(ours - exact).float().abs().max() / exact.float().abs().max() for ours, exact in zip(*results)]
     worst = torch.stack(errors).max().item()  # unlike Python's max, torch's hands a NaN on
     return worst if math.isfinite(worst) else math.inf
@@ -468,7 +468,7 @@ POINTWISE_TILES = {
 }
 MIX_SCALARS_TILES = dict(BLOCK=4096, num_warps=8)
 # Gates are columns of wider tensors: one kernel serves every column, whatever its alignment and the tensor's width.
-_gates_jit = jit if triton is None else triton.jit(
+_any_gate_jit = jit if triton is None else triton.jit(
     do_not_specialize=["coef_steps", "alpha_step", "gate_step"],
     do_not_specialize_on_alignment=["coefs", "alpha_ptr", "gate_ptr"])
 
@@ -534,7 +534,7 @@ def _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K: tl.co
     return x, rows
 
 
-@_gates_jit
+@_any_gate_jit
 def _mix_forward_kernel(
     x_ptr, n_ptr, peaks_ptr, coefs, streams, coef_steps, stream_steps, T,
     K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -557,7 +557,7 @@ def _mix_forward_kernel(
         tl.store(peaks_ptr + tl.program_id(0), tl.max(peak, 0))
 
 
-@_gates_jit
+@_any_gate_jit
 def _mix_backward_kernel(
     dx_ptr, dn_ptr, partials_ptr, coefs, streams, dcoefs, dstreams, coef_steps, stream_steps, T,
     K: tl.constexpr, D: tl.constexpr, SCALARS: tl.constexpr,
@@ -791,7 +791,7 @@ def injections_reference(gates, x, y):
     return tuple(mix_reference(*zip(*pair), normed=False)[0] for pair in pairs)
 
 
-@_gates_jit
+@_any_gate_jit
 def _injections_forward_kernel(
     x_ptr, y_ptr, coefs, outs, coef_steps, x_step, y_step, T,
     K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -812,7 +812,7 @@ def _injections_forward_kernel(
         tl.store(outs[k] + t[:, None] * D + d, out.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-@_gates_jit
+@_any_gate_jit
 def _injections_backward_kernel(
     x_ptr, y_ptr, dx_ptr, dy_ptr, coefs, douts, dcoefs, coef_steps, x_step, y_step, T,
     K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
@@ -1277,6 +1277,17 @@ class _NormRotary(torch.autograd.Function):
         return norm_rotary_backward(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
+def _check_rotary(cos, sin, device, T, N, H, paired):
+    require(not paired or N % 2 == 0, f"paired heads need an even number of them, not {N}: pass paired=False")
+    positions = 2 * T if paired else T
+    require(cos.shape == sin.shape and cos.dim() == 2 and len(cos) >= positions and cos.shape[1] == H // 4,
+            f"cos and sin must be ({positions} or more, {H // 4}), not {tuple(cos.shape)} and {tuple(sin.shape)}: "
+            "lay down longer tables")
+    require(cos.dtype == sin.dtype and cos.is_floating_point() and device == cos.device == sin.device,
+            f"cos and sin must share one floating-point dtype, on {device}, not {cos.dtype} on {cos.device} and "
+            f"{sin.dtype} on {sin.device}: cast and move them")
+
+
 def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
     """RMS norm of every head of queries and keys, then half-truncated rotary: (q, k), (T, N, H) each.
 
@@ -1292,14 +1303,7 @@ def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
     require(T > 0 and two == 2 and N > 0 and H > 0 and H % 4 == 0 and qk.is_floating_point(),
             f"qk must be (T, 2, N, H), floating point, with H a multiple of 4, not {tuple(qk.shape)} {qk.dtype}: "
             "view it so")
-    require(not paired or N % 2 == 0, f"paired heads need an even number of them, not {N}: pass paired=False")
-    positions = 2 * T if paired else T
-    require(cos.shape == sin.shape and cos.dim() == 2 and len(cos) >= positions and cos.shape[1] == H // 4,
-            f"cos and sin must be ({positions} or more, {H // 4}), not {tuple(cos.shape)} and {tuple(sin.shape)}: "
-            "lay down longer tables")
-    require(cos.dtype == sin.dtype and cos.is_floating_point() and qk.device == cos.device == sin.device,
-            f"cos and sin must share one floating-point dtype, on {qk.device}, not {cos.dtype} on {cos.device} and "
-            f"{sin.dtype} on {sin.device}: cast and move them")
+    _check_rotary(cos, sin, qk.device, T, N, H, paired)
     if not use_kernel(qk):
         return norm_rotary_reference(qk, cos, sin, paired=paired, key_offset=key_offset)
     _require_kernel_heads(qk, "norm_rotary_reference")
@@ -1336,7 +1340,7 @@ def _finish_along(y, v, alpha):
     return inverse, length > 1e-4, 2 * tl.sigmoid(2 * alpha) - 1, tl.sum(y * v, 1) * inverse
 
 
-@_gates_jit
+@_any_gate_jit
 def _finish_heads_forward_kernel(
     y_ptr, v_ptr, alpha_ptr, gate_ptr, z_ptr, y_step, v_step, alpha_step, gate_step, T,
     N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr,
@@ -1356,7 +1360,7 @@ def _finish_heads_forward_kernel(
     tl.store(z_ptr + row.to(tl.int64)[:, None] * H + d, z.to(z_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@_gates_jit
+@_any_gate_jit
 def _finish_heads_backward_kernel(
     dz_ptr, y_ptr, v_ptr, alpha_ptr, gate_ptr, dy_ptr, dv_ptr, dalpha_ptr, dgate_ptr,
     y_step, v_step, alpha_step, gate_step, T, N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr,
@@ -2184,7 +2188,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 PRODUCT_TILES = dict(BLOCK_T=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # of a large card; at its power
 # limit (H200, 2026-11-30, Triton 3.6, T = 49152) 287 us against cuBLAS's 310 for the gradient that queries, keys and
-# values give their input, 356 against 366 for 3072 -> 768, and as fast as cuBLAS for 768 -> 768 and more
+# values give their input, 356 against 366 for 3072 -> 768; in a step as cuBLAS's, without a memset before each launch
 
 
 @jit
@@ -2279,6 +2283,12 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
 
 
 # --- a product whose results are normed and turned heads ---
+
+def heads_reference(n_TD, w_ED, cos, sin, *, heads, paired, key_offset):
+    """What `heads` computes, in eager torch."""
+    qkv = torch.nn.functional.linear(n_TD, w_ED).view(len(n_TD), 3, heads, -1)
+    return *norm_rotary_reference(qkv[:, :2], cos, sin, paired=paired, key_offset=key_offset), qkv[:, 2]
+
 
 HEADS_TILES = dict(BLOCK_T=128, BLOCK_K=64, WAVES=2, num_warps=4, num_stages=3)  # H200, 2026-11-30, Triton 3.6: 303 us
 # at T = 49152, six heads of 128; the library's two products and norm_rotary 332
@@ -2410,17 +2420,22 @@ def heads(n_TD, w_ED, cos, sin, *, heads: int, paired: bool, key_offset: bool, g
     norm_rotary; grad: where w_ED's gradient is added, see `linear`. Where it can, the product norms and turns what it
     writes: without a key offset (which leaves out half of the last key), on a large card, for heads of 16 to 128.
     """
-    require(w_ED.dim() == 2 and w_ED.shape[1] == n_TD.shape[1] and len(w_ED) % (3 * heads) == 0,
-            f"heads takes weights (3 x {heads} x head dim, {n_TD.shape[1]}), not {tuple(w_ED.shape)}: stack those of "
-            "queries, keys and values")
-    width = len(w_ED) // (3 * heads)
-    if (use_kernel(n_TD) and _use_matrix_kernel(n_TD) and card_of(n_TD.device)[0] == "large" and not key_offset
-            and width in (16, 32, 64, 128)):
+    T, width = len(n_TD), len(w_ED) // (3 * heads)
+    require(n_TD.dim() == w_ED.dim() == 2 and w_ED.shape == (3 * heads * width, n_TD.shape[1]) and n_TD.numel() > 0
+            and n_TD.dtype == w_ED.dtype and width % 4 == 0,
+            f"heads takes n (T, D) and weights (3 x {heads} x head dim, D) of its dtype, head dim a multiple of 4, not "
+            f"{tuple(n_TD.shape)} {n_TD.dtype} and {tuple(w_ED.shape)} {w_ED.dtype}: stack those of queries, keys, "
+            "values")
+    _check_rotary(cos, sin, n_TD.device, T, heads, width, paired)
+    if not use_kernel(n_TD):
+        return heads_reference(n_TD, w_ED, cos, sin, heads=heads, paired=paired, key_offset=key_offset)
+    large = _use_matrix_kernel(n_TD) and card_of(n_TD.device)[0] == "large"
+    if large and not key_offset and width in (16, 32, 64, 128):
         return _Heads.apply(n_TD, w_ED, grad, cos, sin, heads, paired)
     parts = [2 * heads * width, heads * width]
     qk, v = linear(n_TD, w_ED.split(parts), None if grad is None else grad.split(parts))
-    qk = qk.view(len(n_TD), 2, heads, width)
-    return *norm_rotary(qk, cos, sin, paired=paired, key_offset=key_offset), v.view(len(n_TD), heads, width)
+    q, k = norm_rotary(qk.view(T, 2, heads, width), cos, sin, paired=paired, key_offset=key_offset)
+    return q, k, v.view(T, heads, width)
 
 
 # --- linear + relu^2, forward and backward ---
@@ -2588,7 +2603,7 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
 # T tokens · D model dim · F hidden units · L lanes, few of both. The layers meet within a program: apart, their small
 # products and what lies between them cost a launch each, and more passes over x's rows than the one that is needed.
 
-# WAVES: programs a multiprocessor, which walk the tokens together. Not timed: chosen by registers and shared memory.
+# WAVES: programs a multiprocessor, which walk the tokens together. Chosen by registers and shared memory, no more.
 GATES_TILES = {
     "forward": dict(ROWS=128, BLOCK_D=64, num_warps=8, num_stages=4),
     "backward": dict(ROWS=64, BLOCK_D=64, WAVES=2, num_warps=4, num_stages=3),  # large cards, up to 64 lanes

@@ -143,7 +143,7 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
 
     yield Case(
         "attention",
-        every_layer(kernels.attention, max_logit=2**0.5 * m.head_dim * s.view.scale),  # as train_gpt.attend has it
+        every_layer(kernels.attention, max_logit=2**0.5 * m.head_dim * s.view.scale),  # as where nothing is read again
         every_layer(kernels.attention_reference),
         lambda: [x for _ in layers for x in (s.normed_heads(), s.normed_heads(), s.heads())],
         ({"bf16": flops}, {"bf16": 3.5 * flops}),
@@ -234,9 +234,8 @@ def products_cases(s: Sizes) -> Iterator[Case]:
         return kernels.heads(n, w, cos, sin, heads=N, paired=True, key_offset=False)
 
     def reference(n: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        qkv, cos, sin = (n @ w.T).view(T, 3, N, H), angles.cos().to(n.dtype), angles.sin().to(n.dtype)
-        q, k = kernels.norm_rotary_reference(qkv[:, :2], cos, sin, paired=True, key_offset=False)
-        return q, k, qkv[:, 2].contiguous()
+        cos, sin = angles.cos().to(n.dtype), angles.sin().to(n.dtype)
+        return kernels.heads_reference(n, w, cos, sin, heads=N, paired=True, key_offset=False)
 
     weights = lambda depth: s.randn(depth, D, scale=depth**-0.5)  # noqa: E731
     costs = {"bf16": 3 * product}, {"bf16": 9 * product}
@@ -260,18 +259,21 @@ def products_cases(s: Sizes) -> Iterator[Case]:
 
 def gates_cases(s: Sizes) -> Iterator[Case]:
     """The lanes of the post gate, with a learned scale, and MUDD's, in fp32."""
-    (T, D, F, item), learned = (s.T, s.model.dim, s.model.gate_hidden, s.model.dtype.itemsize), s.tensor(0.125)
+    T, D, F, item = s.T, s.model.dim, s.model.gate_hidden, s.model.dtype.itemsize
+    learned = s.tensor(0.125, s.model.dtype)
     for name, lanes, scale, wide in (
         ("gates", s.model.gate_lanes(post=True), learned, s.model.dtype),
         ("gates, MUDD", train_gpt.MUDD_LANES, train_gpt.MUDD_SCALE, torch.float32),
     ):
         L = sum(lane.width for lane in lanes)
 
-        def inputs(L: int = L) -> list[Tensor]:
-            return [s.randn(T, D), s.randn(F, D, scale=D**-0.5), s.randn(L, F, scale=F**-0.5), s.randn(L)]
+        def inputs(L: int = L, scale: Tensor | float = scale) -> list[Tensor]:
+            x, *weights = s.randn(T, D), s.randn(F, D, scale=D**-0.5), s.randn(L, F, scale=F**-0.5), s.randn(L)
+            return [x, *weights, *([scale] if isinstance(scale, Tensor) else [])]
 
         def scaled(op: Callable, scale: Tensor | float = scale, wide: torch.dtype = wide) -> Callable:
-            return lambda *x: op(*x, scale, torch.promote_types(x[0].dtype, wide))
+            given = () if isinstance(scale, Tensor) else (scale,)
+            return lambda *x: op(*x, *given, torch.promote_types(x[0].dtype, wide))
 
         one, hidden, out = T * D * item, T * F * item, T * L * wide.itemsize
         costs = {"copy": one + hidden + out}, {"copy": 3 * one + 4 * hidden + 2 * out}
@@ -283,8 +285,14 @@ def pointwise_cases(s: Sizes) -> Iterator[Case]:
     one, lambdas = s.T * D * s.model.dtype.itemsize, s.randn(2, dtype=torch.float32)
     alpha, gate, angles = s.randn(s.T, N), s.randn(s.T, N), 6 * torch.rand(2 * s.T, H // 4, device=s.device)
 
-    def mixed(op: Callable) -> Callable:  # as before an attention layer: two lambdas, two gates
+    def mixed(op: Callable) -> Callable:  # two lambdas, two gates
         return lambda *x: op([*lambdas.to(torch.promote_types(x[0].dtype, torch.float32)), *x[:2]], x[2:], normed=True)
+
+    def left(op: Callable) -> Callable:  # as in most layers: a lambda left to the next sum, no other coefficient
+        def two_sums(a: Tensor, b: Tensor, c: Tensor, lam: Tensor) -> tuple[Tensor, ...]:
+            return op((None, None), (op((None, None), (a, b), normed=True, leave=lam)[0], c), normed=True)
+
+        return two_sums
 
     def rotated(op: Callable) -> Callable:
         return lambda qk: op(qk, angles.cos().to(qk.dtype), angles.sin().to(qk.dtype), paired=True, key_offset=False)
@@ -295,23 +303,22 @@ def pointwise_cases(s: Sizes) -> Iterator[Case]:
     def injected(op: Callable) -> Callable:  # six pairs of gates
         return lambda *x: op(list(zip(x[:6], x[6:12])), *x[12:])
 
-    def smeared(op: Callable) -> Callable:
-        return lambda e, gate_w: op(e, gate_w, lambdas[0].to(torch.promote_types(e.dtype, torch.float32)))
-
     def value_embeds() -> list[Tensor]:
         gated = s.model.smear_dims
         return [s.heads(), s.randn(s.T, D), s.randn(s.T, gated // 2), s.randn(N, gated)]
 
-    gates = lambda: [s.randn(s.T), s.randn(s.T)]  # noqa: E731
+    gates, same = lambda: [s.randn(s.T), s.randn(s.T)], lambda op: op  # noqa: E731
     for name, wrap, inputs, forward, both in (
         ("mix", mixed, lambda: gates() + [s.randn(s.T, D) for _ in range(4)], 6, 16),
         ("injections", injected, lambda: 6 * gates() + [s.randn(s.T, D) for _ in range(2)], 8, 18),
-        ("smear", smeared, lambda: [s.randn(s.T, D), s.randn(1, s.model.smear_dims)], 2, 5),
+        ("mix, lambda left", left, lambda: [s.randn(s.T, D) for _ in range(3)] + [s.randn()], 8, 15),
+        ("smear", same, lambda: [s.randn(s.T, D), s.randn(1, s.model.smear_dims), s.randn()], 2, 5),
         ("norm_rotary", rotated, lambda: [s.heads(2)], 4, 10),
         ("finish_heads", finished, lambda: [s.heads(), s.heads()], 3, 8),
-        ("add_values", lambda op: op, value_embeds, 3, 6),
+        ("add_values", same, value_embeds, 3, 6),
     ):
-        yield Case(name, *map(wrap, pair(name)), inputs, ({"copy": forward * one}, {"copy": both * one}), sets=3)
+        ops = map(wrap, pair(name.partition(",")[0]))
+        yield Case(name, *ops, inputs, ({"copy": forward * one}, {"copy": both * one}), sets=3)
 
 
 def lookup_cases(s: Sizes) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The attention, DC and head kernels once each, forward and backward, at sizes small enough for a memory checker.
+"""All kernels once each, forward and backward, at sizes small enough for a memory checker.
 
     compute-sanitizer --tool memcheck python tests/small_ops.py attention dc
     compute-sanitizer --tool racecheck python tests/small_ops.py head-fp8
@@ -74,6 +74,82 @@ def head(device: str, fp8: bool) -> list[torch.Tensor]:
     return made
 
 
+def products(device: str) -> list[torch.Tensor]:
+    """A weight or two, heads of which a key offset keeps half, banks of odd sizes."""
+    made, (cos, sin) = [], (randn(device, 406, 32) for _ in range(2))
+    n, *weights = leaves(device, (203, 96), (80, 96), (48, 96))
+    made += backward(torch.cat(kernels.linear(n, tuple(weights)), 1), [n, *weights])
+    for paired, key_offset in (False, False), (True, False), (False, True):
+        n, w = leaves(device, (203, 96), (3 * 2 * 128, 96))
+        heads = kernels.heads(n, w, cos, sin, heads=2, paired=paired, key_offset=key_offset)
+        made += backward(torch.cat(heads, 1), [n, w])
+    for bank in randn(device, 2, 130, 200), randn(device, 3, 200, 72):
+        made += [kernels.xxt(bank), kernels.xtx(bank), kernels.polar_express(bank)]
+    return made
+
+
+def mlp(device: str, fp8: bool) -> list[torch.Tensor]:
+    made = []
+    for T in 203, 16, 1:
+        n, up, down = leaves(device, (T, 96), (208, 96), (208, 96))
+        w8 = kernels.QuantizedWeight(*kernels.quantize(up.detach())) if fp8 else None
+        made += backward(kernels.mlp(n, up, down, w8), [n, up, down])
+        peaks = kernels.mix([None], [n], normed=True, peaks=True)[2]
+        made += backward(kernels.mlp(n, up, down, w8, peaks=peaks), [n, up, down]) if fp8 else []
+    return made
+
+
+def pointwise(device: str) -> list[torch.Tensor]:
+    """Gates that are columns, rows that fill no tile, lambdas that are left to the next sum."""
+    made = []
+    for T in 203, 1:
+        x, y, z, gates, w = leaves(device, (T, 768), (T, 768), (T, 768), (T, 6), (6, 12))
+        lam = torch.tensor(0.7).to(device).requires_grad_()
+        first, n = kernels.mix([None, gates[:, 1]], [x, y], normed=True, leave=lam)
+        made += backward(kernels.mix([None, None], [first, z + n], normed=True)[1], [x, y, z, gates, lam])
+        made += backward(kernels.mix([lam, *gates.unbind(1)[:4]], [x, y, z, x, y], normed=True)[1], [x, gates, lam])
+        sums = kernels.injections([(gates[:, 0], gates[:, 1]), (None, gates[:, 2])], x, y)
+        made += backward(torch.cat(sums, 1), [x, y, gates])
+        made += backward(kernels.smear(x, w[:1], lam), [x, w, lam])
+        v, u = x.view(T, 6, 128), y.view(T, 6, 128)
+        made += backward(kernels.add_values(v, y, gates, w), [x, y, gates, w])
+        made += backward(kernels.finish_heads(v, u, gates, gates), [x, y, gates])
+        for lanes in 5, 41, 83:
+            parameters = leaves(device, (64, 768), (lanes, 64), (lanes,))
+            made += backward(kernels.gates(x, *parameters, lam), [x, *parameters, lam])
+    return made
+
+
+def tables(device: str) -> list[torch.Tensor]:
+    """Rows that repeat, with signs and without; transposes; quantized banks and heads."""
+    rows = (torch.rand(203) ** 4 * 50).int().to(device)
+    one, many = leaves(device, (50, 768), (150, 768))
+    for table in one, many:
+        table.grad = torch.zeros_like(table)
+    signs = randn(device, 8, 768).sign(), rows % 8
+    found = *kernels.lookup(rows, [one, many], [1, 3]), *kernels.lookup(rows, [one], [1], signs)
+    torch.autograd.backward(found, [randn(device, 203, 768) for _ in found])
+    made, matrix, turned = [one.grad, many.grad], randn(device, 130, 72), randn(device, 72, 130)
+    kernels.transpose_add(matrix, turned)
+    bank, scales = randn(device, 3, 130, 72), torch.empty(3, 4, device=device)
+    w8 = torch.empty(bank.shape, dtype=torch.float8_e4m3fn, device=device)
+    kernels.quantize_bank(bank, w8, scales)
+    return [*made, turned, w8, *kernels.quantize_head(randn(device, 96, 272, scale=0.1))]
+
+
+def updates(device: str) -> list[torch.Tensor]:
+    fp32 = lambda *shape: randn(device, *shape, dtype=torch.float32)  # noqa: E731
+    number = lambda x: torch.tensor([x], dtype=torch.float32, device=device)  # noqa: E731
+    p, g, moments = randn(device, 33, 70), randn(device, 33, 70), (fp32(33, 70), fp32(33, 70).square())
+    kernels.adam_update_(p, g, *moments, torch.tensor([0.75, 0.95, 0.01, 1e-10, 1e-3], device=device))
+    bank, gradient, buffer = randn(device, 3, 130, 72), randn(device, 3, 130, 72), fp32(3, 130, 72)
+    x = kernels.normuon_momentum_(gradient, buffer, number(0.9))
+    kernels.normalize_variance_(x, fp32(3, 130, 1).square(), number(0.9))
+    low = torch.zeros(bank.shape, dtype=torch.uint16, device=device)
+    kernels.cautious_update_(bank, low, x, torch.full((3,), 0.02, device=device), number(0.01))
+    return [p, bank, x]
+
+
 OPS = {
     "attention": lambda device: attention(device, paired=False, running_max=False),
     "attention-paired": lambda device: attention(device, paired=True, running_max=False),
@@ -81,6 +157,12 @@ OPS = {
     "dc": dc,
     "head-bf16": lambda device: head(device, fp8=False),
     "head-fp8": lambda device: head(device, fp8=True),
+    "products": products,
+    "mlp-bf16": lambda device: mlp(device, fp8=False),
+    "mlp-fp8": lambda device: mlp(device, fp8=True),
+    "pointwise": pointwise,
+    "tables": tables,
+    "updates": updates,
 }
 
 

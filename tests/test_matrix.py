@@ -348,14 +348,10 @@ def heads_inputs(T, N, H, D=24, dtype=torch.float32, device="cpu"):
 
 
 def run_heads(op, n, w, cos, sin, douts, grad=None, **options):
-    """(q, k, v, dn, dw); op: kernels.heads, or None for the formula."""
+    """(q, k, v, dn, dw)"""
     leaves = [x.detach().requires_grad_() for x in (n, w)]
-    N = douts[0].shape[1]
-    if op:
-        results = op(*leaves, cos, sin, heads=N, grad=grad, **options)
-    else:
-        qkv = (leaves[0] @ leaves[1].mT).view(len(n), 3, N, -1)
-        results = *kernels.norm_rotary_reference(qkv[:, :2], cos, sin, **options), qkv[:, 2]
+    added = {} if grad is None else dict(grad=grad)
+    results = op(*leaves, cos, sin, heads=douts[0].shape[1], **added, **options)
     torch.autograd.backward(results, douts)
     return *(x.detach() for x in results), *(leaf.grad for leaf in leaves)
 
@@ -368,8 +364,8 @@ def test_heads(T, N, H, paired, key_offset, dtype, device, force_kernels):
     *inputs, douts = heads_inputs(T, N, H, 768 if T > 999 else 24, dtype, device)
     options = dict(paired=paired, key_offset=key_offset)
     got = run_heads(kernels.heads, *inputs, douts, **options)
-    exact = run_heads(None, *(x.double() for x in inputs), [x.double() for x in douts], **options)
-    eager = run_heads(None, *inputs, douts, **options)
+    exact = run_heads(kernels.heads_reference, *(x.double() for x in inputs), [x.double() for x in douts], **options)
+    eager = run_heads(kernels.heads_reference, *inputs, douts, **options)
     for name, *results in zip(("q", "k", "v", "dn", "dw"), got, exact, eager):
         assert_as_good_as_eager(name, *results)
     again = run_heads(kernels.heads, *(sheared(x) for x in inputs[:2]), *inputs[2:], douts, **options)
@@ -388,10 +384,17 @@ def test_heads_operators_are_registered_right(paired, device):
     torch.library.opcheck(kernels.heads_backward, (dq, dk, *made, cos, sin, paired), test_utils="test_faketensor")
 
 
-def test_heads_refuses_weights_that_do_not_split(device):
+def test_heads_refuses(device, force_kernels):
     n, w, cos, sin, _ = heads_inputs(5, 2, 16, device=device)
-    with pytest.raises(ValueError, match="stack those of queries, keys and values"):
-        kernels.heads(n, w[1:], cos, sin, heads=2, paired=False, key_offset=False)
+    for (n_, w_, cos_, heads, paired), words in {
+        (n, w[1:], cos, 2, False): "stack those of queries",
+        (n[:0], w, cos, 2, False): "stack those of queries",
+        (n, w, cos[:9], 2, True): "lay down longer tables",
+        (n, w, cos.double(), 2, False): "cast and move them",
+        (n, w[:48], cos, 1, True): "pass paired=False",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            kernels.heads(n_, w_, cos_, sin[:len(cos_)], heads=heads, paired=paired, key_offset=False)
 
 
 def test_mlp_reference_gradient_in_double():

@@ -813,8 +813,9 @@ def test_kernels_name_their_limits(call, force_kernels):
 # --- compiled ---
 @needs_triton
 def test_compiled_kernels_fit():
-    """No spills, and registers for 16 warps on a multiprocessor, whose loads in flight keep device memory busy."""
+    """No spills, and registers for 16 warps on a multiprocessor, whose loads in flight keep device memory busy. (The
+    smear's backward fetches ahead instead: 8 warps with 255 registers were quicker there than 16 with 128.)"""
     for (name, arch), figures in aot_all(AS_LAUNCHED).items():
-        assert_fits(figures, arch, max_registers=128)
+        assert_fits(figures, arch, max_registers=255 if name == "smear backward" else 128)
         # the pairs of a head and their angles lie in the same threads: no shared memory, no barrier
         assert figures["shared"] == 0 or not name.startswith("norm_rotary"), name
