@@ -2286,8 +2286,9 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
 
 def heads_reference(n_TD, w_ED, cos, sin, *, heads, paired, key_offset):
     """What `heads` computes, in eager torch."""
-    qkv = torch.nn.functional.linear(n_TD, w_ED).view(len(n_TD), 3, heads, -1)
-    return *norm_rotary_reference(qkv[:, :2], cos, sin, paired=paired, key_offset=key_offset), qkv[:, 2]
+    qk, v = (torch.nn.functional.linear(n_TD, w) for w in w_ED.tensor_split([2 * len(w_ED) // 3]))
+    qk, v = qk.view(len(n_TD), 2, heads, -1), v.view(len(n_TD), heads, -1)
+    return *norm_rotary_reference(qk, cos, sin, paired=paired, key_offset=key_offset), v
 
 
 HEADS_TILES = dict(BLOCK_T=128, BLOCK_K=64, WAVES=2, num_warps=4, num_stages=3)  # H200, 2026-11-30, Triton 3.6: 303 us
