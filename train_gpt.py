@@ -1978,7 +1978,7 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
     limit = 2 * math.log(cfg.model.vocab_padded)  # twice the loss of equal guesses
     watch = checkpoints.Watch(runtime.rank, runtime.world_size, runtime.device, limit)
     bar = tqdm(total=total, initial=first, unit="step", ncols=88, disable=not (runtime.main and cfg.preset == "demo"))
-    val_loss, due = math.nan, False
+    val_loss, due, unsaved = math.nan, False, None
     gc.collect()  # a tenth of a second, and not again: steps leave no cycles behind
     with watch.signals(), bar, contextlib.closing(loader), contextlib.ExitStack() as at_end:
         gc.disable()
@@ -1991,9 +1991,15 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
             if (due or watch.agreed) and no_gradient_waits:
                 clock.stop()
                 bar.clear()
-                path, due = trainer.save(log, step, clock.seconds), False
+                try:
+                    path, due = trainer.save(log, step, clock.seconds), False
+                except Stopped as problem:
+                    if step < total or watch.agreed:
+                        raise
+                    unsaved = problem  # told when the run's result is known
                 clock.start()
-                watch.leave(f"after step {step} of {total}: go on with resume={path}")
+                if not unsaved:
+                    watch.leave(f"after step {step} of {total}: go on with resume={path}")
             if step % cfg.val_every == 0 or step == total:
                 clock.stop()
                 val_loss, ms = trainer.validate(step), 1000 * clock.seconds
@@ -2014,6 +2020,8 @@ def train(trainer: Trainer, log: RunLog, saved: dict | None = None) -> float:
             if val_loss == val_loss:  # none yet after resuming
                 bar.set_postfix_str(f"val_loss {val_loss:.4f}", refresh=False)
             bar.update()
+    if unsaved:
+        raise unsaved
     return val_loss
 
 

@@ -633,6 +633,18 @@ def test_a_full_disk(call, workplace, monkeypatch):
     monkeypatch.undo()
 
 
+def test_a_disk_that_is_full_at_the_end_costs_no_result(call, workplace, monkeypatch):
+    """The last validation comes all the same, then the sentence."""
+    monkeypatch.setattr(torch, "save", no_space)
+    code, told = call(tiny(run_id="a", checkpoint_every=100))
+    assert code == 1 and told[0].startswith("error: rank 0 could not save step") and told[1:] == []
+    assert "there is no earlier checkpoint of this run" in told[0]
+    last = [line for line in (workplace / "logs" / "a.txt").read_text().splitlines() if line.startswith("step:")][-1]
+    step = last.partition(" ")[0].removeprefix("step:").split("/")
+    assert step[0] == step[1] and "val_loss:" in last and f"save step {step[1]}:" in told[0]
+    monkeypatch.undo()
+
+
 def test_a_limit_of_the_system_itself(workplace):
     """The kernel refuses to let the file grow: torch wraps that error, the sentence does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
