@@ -32,7 +32,7 @@ def attention_rows():
             tiles = kernels.ATTENTION_TILES[card, name]
             queries, keys = tiles["BLOCK_T"], tiles["BLOCK_S"]
             types = {f"{x}_desc": f"tensordesc<bf16[{queries},{H}]>" for x in ("q", "y", "dy", "dq", "dq_more")}
-            types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>" 
+            types |= {f"{x}_desc": f"tensordesc<bf16[{keys},{H}]>"
                       for x in ("k", "v", "dk", "dv", "dk_more", "dv_more")}
             types |= {f"{x}_desc": f"tensordesc<fp32[{queries}]>" for x in ("lse", "delta")}
             for extra in extras[name]:
@@ -65,15 +65,15 @@ def pointwise_rows():
             both |= {"peaks_ptr": None, "x_ptr": None} if name == "output" else {"peaks_ptr": None}
         yield row(f"mix {direction}, {name}", kernel, archs, signature, kernels.POINTWISE_TILES[f"mix {direction}"],
                   **both)
-    heads = {"coefs": ("*fp32:1", any_bf16), "streams": (bf16,) * 2, "coef_steps": ("i32",) * 2, "T": "i32:16",
-             "stream_steps": ("i32:16",) * 2, "x_ptr": bf16, "dx_ptr": bf16, "partials_ptr": "*fp32"}
-    both = dict(K=2, D=128, ROWS=8, COLUMNS=128)
+    heads = {"coefs": (None,) + ("*fp32:1",) * 4, "streams": (bf16,) * 5, "coef_steps": ("i32",) * 5, "T": "i32:16",
+             "stream_steps": ("i32:16",) * 5, "x_ptr": bf16, "dx_ptr": bf16}  # the MUDD layer's values
+    both = dict(K=5, D=128, ROWS=8, COLUMNS=128)
     yield row("mix forward, heads", kernels._mix_forward_kernel, archs, heads, kernels.POINTWISE_TILES["mix forward"],
               n_ptr=None, peaks_ptr=None, **both)
-    heads |= {"coefs": ("*fp32:1", any_bf16, None), "dcoefs": (None, bf16, None), "dstreams": (bf16, bf16, None),
-              "coef_steps": ("i32",) * 3}
+    heads |= {"coefs": (*heads["coefs"], None), "dcoefs": (None,) + ("*fp32",) * 4 + (None,),
+              "dstreams": (None,) + (bf16,) * 4 + (None,), "coef_steps": ("i32",) * 6}
     yield row("mix backward, heads", kernels._mix_backward_kernel, archs, heads,
-              kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, SCALARS=1, **both)
+              kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, partials_ptr=None, SCALARS=0, **both)
     yield row("mix scalars", kernels._mix_scalars_kernel, archs,
               dict(partials_ptr="*fp32", sums_ptr="*fp32", parts="i32:16"), kernels.MIX_SCALARS_TILES)
 
