@@ -2519,7 +2519,7 @@ def _launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), d
     block_t, block_f, block_d = launch["BLOCK_T"], launch["BLOCK_F"], launch["BLOCK_D"]
     programs = min(processors * launch.pop("WAVES"), triton.cdiv(T, block_t) * triton.cdiv(F, block_f))
     if post_TF is not None and post_TF.stride() != out_TF.stride():
-        post_TF = torch.empty_like(out_TF).copy_(post_TF)
+        post_TF = aligned_empty(out_TF, T, F).copy_(post_TF)
     half = [block_t, block_f // 2]
     views = [(aligned(left_TD), [block_t, block_d]), (aligned(right_FD), [block_f, block_d]), (post_TF, half),
              (out_TF, half)]
