@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -134,8 +134,11 @@ def read(path: Path, needs: Iterable[str] = FIELDS) -> dict:
     return state
 
 
-def read_to_resume(where: str, facts: dict[str, dict], may_differ: set[str], like: dict[str, Tensor]) -> dict:
-    """A state, and its path, that this run can go on from: same options, sources and tensors. Raises ValueError."""
+def read_to_resume(
+    where: str, facts: dict[str, dict], may_differ: set[str], like: dict[str, Tensor], steps: Container[int]
+) -> dict:
+    """A state, and its path, that this run can go on from: same options, sources and tensors, after one of the steps
+    where a run saves. Raises ValueError."""
     path = find(where)
     state = read(path)
     then, now = (given["config"] | given["sources"] for given in (state, facts))
@@ -143,14 +146,25 @@ def read_to_resume(where: str, facts: dict[str, dict], may_differ: set[str], lik
     if differing:
         told = ", ".join(f"{name} ({then.get(name)} there, {now[name]} here)" for name in differing)
         raise ValueError(f"{path} belongs to another run: {told}; give the same options and source, or start anew.")
-    optimizer, labels = state["optimizer"], {name for name in like if "." not in name}
-    if not isinstance(optimizer.get("split"), bool) or set(optimizer.get("steps", ())) != labels:
-        raise ValueError(f"{path} cannot be resumed: its optimizer lacks split or steps; use another one.")
-    found = state["model"] | optimizer.get("tensors", {})
+    step, optimizer, labels = state["step"], state["optimizer"], {name for name in like if "." not in name}
+    updates, tensors = optimizer.get("steps"), optimizer.get("tensors")
+    sound = {
+        "step": type(step) is int and step in steps,
+        "seconds": 0 <= state["seconds"] < math.inf,
+        "world_size": type(state["world_size"]) is int and state["world_size"] > 0,
+        "optimizer.split": isinstance(optimizer.get("split"), bool),
+        "optimizer.steps": isinstance(updates, dict) and set(updates) == labels
+        and all(type(count) is int and count >= 0 for count in updates.values()),
+        "optimizer.tensors": isinstance(tensors, dict),
+    }  # fmt: skip
+    if unsound := [name for name, is_sound in sound.items() if not is_sound]:
+        raise ValueError(f"{path} cannot be resumed: no run saves such {', '.join(unsound)}; use another one.")
+    found = state["model"] | tensors
     for name, wanted in like.items():
         got = found.get(name)
-        if not isinstance(got, Tensor) or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
-            is_ = f"{got.dtype} {tuple(got.shape)}" if isinstance(got, Tensor) else "missing"
+        plain = isinstance(got, Tensor) and got.layout == torch.strided and not got.is_meta
+        if not plain or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+            is_ = f"{got.dtype} {tuple(got.shape)}" if plain else "missing" if got is None else "no plain tensor"
             raise ValueError(
                 f"{path} cannot be resumed: {name} is {is_}, not {wanted.dtype} {tuple(wanted.shape)}; use another one."
             )
@@ -199,7 +213,7 @@ class Watch:
             if not self.received:
                 self.received, since = number, time.monotonic()
                 if self.rank == 0:  # not print(): it may have been interrupted itself
-                    os.write(2, b"\nfinishing the step and saving; a second signal exits at once\n")
+                    os.write(2, b"\nfinishing what is in hand, saving if steps are left; a second signal ends all\n")
             elif not launched or time.monotonic() > since + 1:  # a launcher passes on what its ranks have got as well
                 os._exit(128 + number)
 

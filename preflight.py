@@ -32,6 +32,8 @@ def launched_ranks() -> tuple[int, int, int]:
     told = ", ".join(f"{name}={value}" for name, value in zip(names, values))
     if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
         raise ValueError(f"ranks must be whole numbers below WORLD_SIZE; got {told}: start with torchrun.")
+    if int(values[2]) > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        raise ValueError(f"{told} need MASTER_ADDR and MASTER_PORT to find each other: start with torchrun.")
     return tuple(map(int, values))
 
 
@@ -80,15 +82,19 @@ def check_compiler() -> str:
 
 
 def check_logs(folder: Path, run_id: str) -> str:
-    """One sentence where logs/<run_id>.txt cannot be started, else ''. Leaves nothing behind but the folder."""
+    """One sentence where logs/<run_id>.txt or the folder of its checkpoints cannot be, else ''. Leaves only logs/."""
     if run_id and (folder / f"{run_id}.txt").exists():
         return f"run_id={run_id} already has the log {folder / (run_id + '.txt')}: choose another run_id=."
+    if run_id and (folder / run_id).exists() and not (folder / run_id).is_dir():
+        return f"{folder / run_id} is a file where run_id={run_id} would keep its checkpoints: choose another run_id=."
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        probe.write_bytes(bytes(2**20))  # as much as a log takes at least, should the disk be full
         probe.unlink()
     except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
         return f"the log folder {folder} cannot be written ({error.strerror}): free it or run in another folder."
     return ""
 
@@ -114,7 +120,7 @@ def try_gpu(device: torch.device, rank: int, world_size: int) -> None:
 
 
 class RunLog:
-    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing."""
+    """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing. A run goes on where it cannot write."""
 
     RULE = "=" * 100
 
@@ -125,12 +131,19 @@ class RunLog:
     def write(self, text: str) -> None:
         """Append a line to the file only."""
         if self.file:
-            self.file.write(text + "\n")
-            self.file.flush()
+            try:
+                self.file.write(text + "\n")
+                self.file.flush()
+            except OSError as error:
+                broken, self.file = self.file, None
+                with contextlib.suppress(OSError):
+                    broken.close()
+                why = f"{self.path} cannot be written ({error.strerror}): free some space"
+                print(f"warning: {why}; the run goes on and only shows its lines.", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
         """Append a line to the file and show it."""
-        if self.file:
+        if self.path:
             print(text, flush=True)
             self.write(text)
 

@@ -22,6 +22,7 @@ A micro-batch's time on an H200, stage 2: products 40%, head 17%, attention 14%,
 Shape letters: T packed tokens, D model dim, N heads, H head dim, F mlp dim, V padded vocabulary, S document boundaries.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import difflib
@@ -519,10 +520,11 @@ def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
     """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line a fault."""
     problems = [check_world_size(cfg, world_size), preflight.check_device(cfg.preset, world_size)]
     problems += [preflight.check_choices(cfg.fp8, cfg.attention), preflight.check_logs(Path("logs"), cfg.run_id)]
-    plan = saved = None
+    plan, saved, total = None, None, cfg.total_steps
     try:
         if cfg.resume:
-            saved = checkpoints.read_to_resume(cfg.resume, facts(cfg), MAY_DIFFER, blank_state(cfg))
+            steps = [step for step in range(1, total + 1) if not is_adam_step(step) or step == total]
+            saved = checkpoints.read_to_resume(cfg.resume, facts(cfg), MAY_DIFFER, blank_state(cfg), steps)
         plan = data_plan(cfg, PIECES if problems[0] else max(PIECES, world_size))
     except ValueError as problem:
         problems.append(str(problem))
@@ -1435,8 +1437,9 @@ def check_shard(path: str | Path, *, vocab_size: int, bos_id: int) -> ShardInfo:
 
 def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
     """Shards matching a glob under DATA_PATH (default: the current folder), by name. Raises ValueError if none."""
-    where = Path(os.environ.get("DATA_PATH", ".")) / pattern  # an absolute pattern replaces the folder
-    found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if not path.is_dir())
+    folder = os.environ.get("DATA_PATH", ".")  # an absolute pattern replaces it
+    where, names = Path(folder, pattern), glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
+    found = sorted(path for path in map(Path, names) if not path.is_dir())
     if not found:
         remedy = "python data/demo_text.py" if cfg.preset == "demo" else "python data/cached_fineweb10B.py"
         raise ValueError(f"no shards match {where}: get them with {remedy} (or set DATA_PATH or the files option).")
@@ -1532,12 +1535,13 @@ def _too_few_tokens(
 ) -> str:
     """The sentence for data that end early; it proposes a number of epochs only after trying it."""
     need, usable = (sum(length * pieces for length, _ in part) for part in (requests, requests[:steps]))
-    least = max(cfg.epochs + 1, cfg.epochs * need // usable) if usable else 0
-    tried = (
-        n for n in range(least, least + 4) if sum(1 for _ in cut_batches(train, requests, pieces, n)) == len(requests)
-    )
-    epochs = next(tried, None) if usable else None
-    remedy = f"add shards, or set fewer scheduled_steps= or epochs={epochs}" if epochs else "add shards or longer ones"
+    most = MAXIMUM["epochs"]
+
+    def enough(epochs: int) -> bool:
+        return sum(1 for _ in cut_batches(train, requests, pieces, epochs)) == len(requests)
+
+    n = bisect.bisect_left(range(most + 1), True, lo=cfg.epochs, key=enough) if usable else most + 1
+    remedy = f"add shards, or set fewer scheduled_steps= or epochs={n}" if n <= most else "add shards or longer ones"
     found, shards = sum(shard.num_tokens for shard in train), f"{len(train)} training shard{'s' * (len(train) != 1)}"
     return (
         f"the schedule needs {need:,} tokens, and {shards} of {found:,} tokens give {usable:,} usable ones "
@@ -1559,7 +1563,7 @@ def _check_val(cfg: RunConfig, paths: list[Path]) -> int:
             f"val_tokens={cfg.val_tokens} needs as many tokens, and {cfg.val_files} gives {served} in whole groups of "
             f"{PIECES * chunk}: set val_tokens={served}."
             if served
-            else f"{cfg.val_files} holds fewer than the smallest validation's {PIECES * chunk + 1} tokens: add data."
+            else f"{cfg.val_files} holds fewer than {PIECES * chunk + 1} tokens, the least: add some, or raise --val-fraction."
         )
     return cu_length(chunk, longest)
 
@@ -2186,8 +2190,9 @@ def main(argv: list[str]) -> int:
         told, code = "interrupted outside the training loop: nothing new was saved.", 130
     rank = os.environ.get("RANK", "")
     world_size = os.environ.get("WORLD_SIZE", "")
-    if rank in ("", "0") or not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-        print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
+    if rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size):
+        time.sleep(5)  # rank 0 tells, and the launcher then ends this rank; where it does not, this one has to tell
+    print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import gc
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -331,10 +332,26 @@ DAMAGES = {
         r"cannot be resumed: qk_bank\.momentum is torch\.bfloat16 \(60, 16, 48\), not torch\.float64 \(60, 16, 48\); "
         r"use another one\.",
     ),
-    "steps missing": (
-        swap("optimizer", "steps", value={}),
-        r"cannot be resumed: its optimizer lacks split or steps; use another one\.",
+    "a moment without storage": (
+        swap("optimizer", "tensors", "qk_bank.momentum", value=torch.zeros(60, 16, 48, device="meta")),
+        r"cannot be resumed: qk_bank\.momentum is no plain tensor, .+",
     ),
+    "a sparse weight": (
+        swap("model", "embed", value=torch.zeros(128, 48, dtype=torch.float64).to_sparse()),
+        r"cannot be resumed: embed is no plain tensor, not torch\.float64 \(128, 48\); use another one\.",
+    ),
+} | {
+    f"{'.'.join(keys)} = {value}": (
+        swap(*keys, value=value),
+        rf"cannot be resumed: no run saves such {re.escape('.'.join(keys[:2]))}; use another one\.",
+    )
+    for *keys, value in [
+        ("step", 3), ("step", 10**6), ("step", -2), ("step", 0),
+        ("seconds", math.nan), ("seconds", -5.0), ("world_size", -1),
+        ("optimizer", "split", 1), ("optimizer", "steps", {}), ("optimizer", "steps", 5), ("optimizer", "tensors", 5),
+        ("optimizer", "steps", "embed", "x"), ("optimizer", "steps", "embed", -1),
+    ]
+} | {
     "another option": (swap("config", "seed", value=7), OTHER.format(r"seed \(7 there, 0 here\)")),
     "another source": (
         swap("sources", "triton_kernels.py", value="0123456789abcdef"),
@@ -501,7 +518,7 @@ def test_a_signal_ends_the_run_after_a_whole_state(whole, call, workplace, numbe
     step = int(path.stem[-6:])
     why = f"{number.name} stopped the run after step {step} of 7: go on with resume={path.relative_to(workplace)}"
     assert f"error: {why}" in told and "Traceback" not in told
-    assert "finishing the step and saving; a second signal exits at once" in told
+    assert "finishing what is in hand, saving if steps are left; a second signal ends all" in told
     assert why in (workplace / "logs" / "a.txt").read_text()
     assert call(tiny(run_id="b", resume="latest")) == (0, [])
     assert same(state_file(workplace, "b", 7), state_file(whole, "whole", 7))

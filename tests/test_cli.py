@@ -35,7 +35,7 @@ from train_gpt import (
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 SMALL = ("preset=demo", "scheduled_steps=3", "extension_steps=0", "val_tokens=16384")  # three steps of 2048, 4096, 6144
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PREFLIGHT_WORLD_SIZE", "DATA_PATH")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PREFLIGHT_WORLD_SIZE", "DATA_PATH", "MASTER_ADDR")
 
 
 @pytest.fixture(autouse=True)
@@ -316,6 +316,11 @@ def test_data_path(refuse, monkeypatch, data, workplace):
     monkeypatch.setenv("DATA_PATH", "..")
     monkeypatch.setenv("PREFLIGHT_WORLD_SIZE", "1")
     assert main(list(SMALL)) == 0
+    (workplace / "data").rename(workplace / "elsewhere" / "data")
+    (workplace / "elsewhere").rename(workplace / "what*is [this]")  # no pattern itself
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("DATA_PATH", "what*is [this]")
+    assert main(list(SMALL)) == 0
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 6, 7, 9, 12, -8])
@@ -344,11 +349,17 @@ THREE = r"the number of GPUs must be one of 1, 2, 4, 8(, [0-9]+)*; got 3: try NP
 
 
 def test_three_processes_under_the_launcher(refuse, monkeypatch, data):
-    """Rank 0 speaks for all."""
-    launch(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
+    launch(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT="1")
     refuse(SMALL, THREE)
-    launch(monkeypatch, RANK="1", LOCAL_RANK="1")
-    refuse(SMALL)
+
+
+def test_another_rank_tells_only_where_the_first_does_not(refuse, monkeypatch, data):
+    """The launcher ends it while it waits for rank 0's sentence; one that is still there then has to speak."""
+    launch(monkeypatch, RANK="1", LOCAL_RANK="1", WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT="1")
+    waited = []
+    monkeypatch.setattr(train_gpt.time, "sleep", waited.append)
+    refuse(SMALL, THREE)
+    assert waited == [5]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +369,10 @@ def test_three_processes_under_the_launcher(refuse, monkeypatch, data):
         ({"WORLD_SIZE": "8"}, r"WORLD_SIZE is set but RANK, LOCAL_RANK is not: start with torchrun .*\."),
         ({"RANK": "0", "WORLD_SIZE": "8"}, r"RANK, WORLD_SIZE is set but LOCAL_RANK is not: start with torchrun .*\."),
         ({"LOCAL_RANK": "0", "RANK": "", "WORLD_SIZE": "8"}, r"LOCAL_RANK, WORLD_SIZE is set but RANK is not: .*\."),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost"},
+            r"RANK=0, LOCAL_RANK=0, WORLD_SIZE=8 need MASTER_ADDR and MASTER_PORT .*: start with torchrun\.",
+        ),
     ],
 )
 def test_a_launcher_that_tells_only_half(refuse, monkeypatch, data, environment, sentence):
@@ -481,11 +496,18 @@ def test_a_log_folder_that_cannot_be_made(refuse, data, workplace, words):
 def test_a_log_folder_that_cannot_be_written(refuse, data, workplace, monkeypatch):
     (workplace / "logs").mkdir()
 
-    def touch(path, *_, **__):
+    def write(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr(Path, "write_bytes", write)
     refuse(SMALL, r"the log folder logs cannot be written \(Permission denied\): free it or run in another folder\.")
+    assert os.listdir(workplace / "logs") == []
+
+
+def test_a_file_where_checkpoints_would_be(refuse, data, workplace):
+    (workplace / "logs").mkdir()
+    (workplace / "logs" / "mine").write_text("not a folder\n")
+    refuse([*SMALL, "run_id=mine"], r"logs/mine is a file where run_id=mine would keep .*: choose another run_id=\.")
 
 
 def test_an_existing_run_id(refuse, data, workplace):
@@ -602,6 +624,21 @@ def test_a_log_never_opens_a_file_that_exists(tmp_path):
     with pytest.raises(FileExistsError):
         RunLog(tmp_path / "log.txt")
     assert (tmp_path / "log.txt").read_text() == "dear results\n"
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
+    log = RunLog(tmp_path / "log.txt")
+    log.say("before")
+    log.file = open("/dev/full", "w")
+    log.say("in vain")
+    log.write("not shown")
+    log.say("after")
+    told, warned = capfd.readouterr()
+    assert told == "before\nin vain\nafter\n" and (tmp_path / "log.txt").read_text() == "before\n"
+    assert warned == (
+        f"warning: {tmp_path / 'log.txt'} cannot be written (No space left on device): free some space; the run goes "
+        "on and only shows its lines.\n"
+    )
 
 
 def test_other_ranks_keep_no_log(capfd):

@@ -346,7 +346,7 @@ def test_too_few_tokens_are_told_with_the_right_numbers(tmp_path):
 @example([numbered([5] * 3)], ((32, 9), (64, 9), (96, 9)), 1)  # nothing ever fits
 @example([numbered([5] * 26)], ((32, 9), (32, 9), (96, 9)), 1)  # many small batches a pass, one large one
 def test_the_epochs_that_an_error_proposes_are_enough(shards, sizes, epochs):
-    """Whoever follows the sentence is not refused again; where repeating cannot help, it is not proposed."""
+    """Whoever follows the sentence is not refused again, and fewer would not do; where repeating cannot help, it is not proposed."""
     with tempfile.TemporaryDirectory() as name:
         write_shards(Path(name), shards)
         cfg = configure(Path(name), sizes=sizes, scheduled=9, extension=1, epochs=epochs)
@@ -356,6 +356,9 @@ def test_the_epochs_that_an_error_proposes_are_enough(shards, sizes, epochs):
             if advice := re.search(r"epochs=(\d+)", str(error)):
                 assert int(advice[1]) < 1000, f"no use of ten steps takes so many passes: {error}"
                 data_plan(dataclasses.replace(cfg, epochs=int(advice[1])), 8)
+                if (fewer := int(advice[1]) - 1) > epochs:
+                    with pytest.raises(ValueError):
+                        data_plan(dataclasses.replace(cfg, epochs=fewer), 8)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16, 24, 32])
