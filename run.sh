@@ -30,7 +30,9 @@ choose_python() {
         python=.venv/bin/python
         if ! has "$python" "$@"; then
             echo "setting up .venv from $file (once, needs the network)"
-            "$base" -m venv .venv || fail "python cannot make .venv: install its venv module (apt-get install python3-venv)."
+            "$base" -m venv .venv ||
+                fail "$base cannot make $PWD/.venv: make this folder writable, or install the venv module" \
+                    "(apt-get install python3-venv)."
             "$python" -m pip install --quiet --disable-pip-version-check -r "$file" ||
                 fail "pip could not install $file (its message is above): check the network, then run this again."
         fi
@@ -64,7 +66,7 @@ case "${1:-}" in
 demo)
     shift
     choose_python requirements.txt $run_modules
-    compgen -G "data/demo/*.bin" >/dev/null || "$python" data/demo_text.py
+    compgen -G "${DATA_PATH:-.}/data/demo/*.bin" >/dev/null || "$python" data/demo_text.py
     exec "$python" train_gpt.py preset=demo "$@"
     ;;
 test)

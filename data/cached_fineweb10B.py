@@ -190,7 +190,7 @@ def bytes_in(folder: Path) -> int:
     size = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # moved or removed meanwhile
-            size += path.stat().st_size
+            size += path.stat().st_size if path.is_file() else 0
     return size
 
 

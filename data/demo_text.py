@@ -1,6 +1,6 @@
 """demo_text.py: the demo's text, about a million bytes of English that every CPython installation carries.
 
-    python data/demo_text.py [folder]          # default: data/demo
+    python data/demo_text.py [folder]          # default: data/demo under DATA_PATH (default: the current folder)
 
 Python's own documentation topics and the docstrings of its standard library, read with `ast` from source (nothing is
 imported, nothing runs, no network), kept where they are prose, cut into documents of a few paragraphs, shuffled with a
@@ -11,6 +11,7 @@ belongs to the Python that builds it: the same version gives the same shards, an
 import argparse
 import ast
 import inspect
+import os
 import random
 import re
 import sys
@@ -177,7 +178,8 @@ def main(argv: list[str] | None = None) -> None:
     from train_gpt import read_shard
 
     parser = argparse.ArgumentParser(description="Build the demo's shards from Python's own documentation.")
-    parser.add_argument("folder", nargs="?", default="data/demo", help="where the two shards go (default: %(default)s)")
+    default = Path(os.environ.get("DATA_PATH", "."), "data", "demo")  # where the trainer looks
+    parser.add_argument("folder", nargs="?", default=default, help="where the two shards go (default: %(default)s)")
     paths = build_demo(parser.parse_args(argv).folder)
     train, val = map(read_shard, paths)
     for path, tokens in zip(paths, (train, val)):

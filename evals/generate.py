@@ -38,20 +38,34 @@ class Trained(NamedTuple):
     view: t.View
 
 
+def find(where: str) -> Path:
+    """checkpoints.find for a log's name too; says so where a run kept nothing. Raises ValueError with one sentence."""
+    name = where.rstrip("/").removesuffix(".txt")
+    runs = [run for run in (Path(name), Path("logs", name)) if run.is_dir() or Path(f"{run}.txt").is_file()]
+    if name != "latest" and runs and not any(any(run.glob("state_step*.pt")) for run in runs):
+        raise ValueError(f"{runs[0]} kept no checkpoint (state_step*.pt): run it again with checkpoint_every=N steps.")
+    return checkpoints.find(name)
+
+
 def load(path: Path, device: torch.device) -> Trained:
     """The weights of a checkpoint; its optimizer state may be missing. Raises ValueError with one sentence."""
     state = checkpoints.read(path, needs={"step", "config", "sources", "model"})
     options = [f"{name}={value}" for name, value in state["config"].items() if value != ""]
-    cfg, step, sources = t.parse_options(options), state["step"], t.facts(t.RunConfig())["sources"]
+    step, sources = state["step"], t.facts(t.RunConfig())["sources"]
     if changed := [name for name in sources if state["sources"].get(name) != sources[name]]:
         print(f"note: {path} was written by another version of {', '.join(changed)}", file=sys.stderr)
-    attention, _ = t.choose_attention("auto", device, cfg.model.head_dim, cfg.model.dtype)
-    model = t.GPT(cfg.model)
     try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as problem:
+        cfg = t.parse_options(options)
+        if not 0 <= step <= cfg.total_steps:
+            raise ValueError(f"step {step} is not among its {cfg.total_steps} steps")
+        model = t.GPT(cfg.model)
+        model.load_state_dict({str(name): tensor for name, tensor in state["model"].items()})
+    except (ValueError, RuntimeError) as problem:
         told = " ".join(str(problem).split()[:30])
         raise ValueError(f"{path} does not fit this model ({told} ...): use the source that its log holds.") from None
+    if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{path} holds numbers that are not finite, in {', '.join(broken[:4])}: use another one.")
+    attention, _ = t.choose_attention("auto", device, cfg.model.head_dim, cfg.model.dtype)
     return Trained(model.to(device).requires_grad_(False), cfg, step, t.val_view(cfg, step, attention))
 
 
@@ -71,6 +85,8 @@ def next_logits(trained: Trained, context: list[int]) -> Tensor:
     batch = t.packed_batch(tokens, starts, 16, cfg.model.bigram_rows, model.embed.device)
     x_D = model.features(batch, trained.view._replace(max_len=T))[n - 1]
     z_V = t.kernels.CAP * torch.sigmoid((x_D @ model.lm_head).float().add(t.kernels.SHIFT) / t.kernels.STRETCH)
+    if not z_V.isfinite().all():
+        raise ValueError(f"the logits at token {n} are not finite, its weights are too large: use another checkpoint.")
     return z_V[: cfg.vocab_size].cpu()
 
 
@@ -81,7 +97,8 @@ def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     if top_k:
         kth = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
+    logits = (logits - logits.max()).double() / temperature  # at most 0, however low the temperature
+    return int(torch.multinomial(torch.softmax(logits, 0), 1, generator=generator))
 
 
 def generate(
@@ -133,10 +150,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: %(default)s)")
     parser.add_argument("--loss", action="store_true", help="print the validation loss instead of text")
     args = parser.parse_args(argv)
-    if args.temperature < 0 or args.top_k < 0 or args.max_tokens < 1:
-        raise ValueError("--temperature and --top-k must be at least 0, and --max-tokens at least 1.")
+    limits = {"temperature": (0, 10**9), "top_k": (0, 2**63 - 1), "max_tokens": (1, 65536), "seed": (0, 2**63 - 1)}
+    for name, (least, most) in limits.items():
+        if not least <= (value := getattr(args, name)) <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}.")
     device = t.start_runtime(local_rank=0, rank=0, world_size=1).device
-    trained = load(checkpoints.find(args.checkpoint), device)
+    trained = load(find(args.checkpoint), device)
     if args.loss:
         loss, cfg = validation_loss(trained), trained.cfg
         print(f"step:{trained.step}/{cfg.total_steps} val_loss:{loss:.4f}")

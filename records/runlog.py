@@ -338,7 +338,10 @@ def run_command(main) -> None:
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
         sys.exit(complain(f"{package} is missing; install it with: pip install -r requirements-dev.txt"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        what = f"{error.filename or 'a file'} cannot be used ({error.strerror or error})"
+        sys.exit(complain(f"{what}: check that its folder exists, has room and may be written."))
+    except ValueError as error:
         sys.exit(complain(str(error)))
 
 

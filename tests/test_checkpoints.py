@@ -787,6 +787,7 @@ def test_sampling():
     assert generate.sample(logits, 0, 0, generator) == 1
     assert {generate.sample(logits, 5.0, 2, generator) for _ in range(100)} == {1, 2}
     assert {generate.sample(logits, 5.0, 0, generator) for _ in range(300)} == {0, 1, 2, 3}
+    assert generate.sample(logits, 1e-320, 2, generator) == 1
     counts = np.bincount([generate.sample(logits, 1.0, 0, generator) for _ in range(4000)], minlength=4) / 4000
     expected = torch.softmax(logits, 0).numpy()
     assert (abs(counts - expected) < 5 * np.sqrt(expected * (1 - expected) / 4000)).all()
@@ -807,10 +808,54 @@ def test_generate_refuses_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, sentence in (
         (["latest"], "logs holds no checkpoint"),
-        (["x", "--temperature", "-1"], "--temperature"),
+        (["x", "--temperature", "-1"], "--temperature must be from 0"),
+        (["x", "--temperature", "nan"], "--temperature must be from 0"),
+        (["x", "--seed", "9" * 23], "--seed must be from 0"),
+        (["x", "--max-tokens", "0"], "--max-tokens must be from 1"),
     ):
         with pytest.raises(ValueError, match=f"^{sentence}"):
             generate.main(arguments)
+
+
+@pytest.mark.parametrize("where", ["kept", "logs/kept", "logs/kept/", "logs/kept.txt"])
+def test_a_run_that_kept_no_checkpoint(where, tmp_path, monkeypatch):
+    """Its log may be all there is, or its folder may be empty; a log names the states beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "kept.txt").touch()
+    told = r"^(logs/)?kept kept no checkpoint \(state_step\*\.pt\): run it again with checkpoint_every=N steps\.$"
+    with pytest.raises(ValueError, match=told):
+        generate.find(where)
+    (tmp_path / "logs" / "kept").mkdir()
+    with pytest.raises(ValueError, match=told):
+        generate.find(where)
+    state_file(tmp_path, "kept", 5).touch()
+    assert generate.find(where) == Path("logs/kept/state_step000005.pt")
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda state: state.update(model={1: 2}), "does not fit this model"),
+        (lambda state: state["config"].update(tiger=3), r"does not fit this model \(unknown option 'tiger=3'"),
+        (lambda state: state.update(step=103), r"does not fit this model \(step 103 is not among its 102 steps"),
+        (lambda state: state["model"]["embed"].fill_(torch.nan), "holds numbers that are not finite, in embed: use"),
+    ],
+)
+def test_generate_names_the_file_that_it_cannot_use(demo, tmp_path, change, told):
+    state = torch.load(demo.state)
+    change(state)
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/other.pt {told}"):
+        generate.load(tmp_path / "other.pt", torch.device("cpu"))
+
+
+def test_weights_too_large_to_sample_from(demo):
+    trained = generate.load(demo.state, torch.device("cpu"))
+    trained.model.lm_head.fill_(3e38)
+    generate.look_at(trained, 256)
+    with pytest.raises(ValueError, match="^the logits at token 3 are not finite"):
+        generate.next_logits(trained, [256, 5, 7])
 
 
 def test_a_vocabulary_without_an_encoding():

@@ -104,6 +104,12 @@ def test_demo_says_what_a_bare_library_lacks(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_demo_command_writes_where_the_trainer_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    demo_text.main([])
+    assert sorted(p.name for p in tmp_path.glob("data/demo/*.bin")) == ["demo_train_000001.bin", "demo_val_000000.bin"]
+
+
 def test_demo_command_prints_the_bigram_baseline(tmp_path, capsys, demo):
     demo_text.main([str(tmp_path)])
     baseline = demo_text.bigram_baseline(*map(read_shard, demo), vocab_size=257)
@@ -830,6 +836,13 @@ def test_only_the_last_shard_may_be_short(hub, tmp_path):
         else:
             with pytest.raises(ValueError, match="holds 1,500 tokens"):
                 hub_tool.check_arrived(tmp_path / name)
+
+
+def test_folders_are_no_progress(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert hub_tool.bytes_in(tmp_path) == 0
+    (tmp_path / "a" / "b" / "c").write_bytes(b"123")
+    assert hub_tool.bytes_in(tmp_path) == 3
 
 
 def test_runs_at_the_same_time_fetch_once(hub):

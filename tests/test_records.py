@@ -725,4 +725,6 @@ def test_plot_command_writes_png_and_svg(tmp_path):
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "fig.png").read_bytes().startswith(b"\x89PNG") and b"<svg" in (tmp_path / "fig.svg").read_bytes()
     assert "note: one: 00.txt ended with a loss of nan; it counts." in result.stdout
+    told = one_sentence(command("plot", odd, "--out", tmp_path / "missing" / "x"))
+    assert "missing/x.png cannot be used (No such file or directory): check that its folder exists" in told
     assert command("plot", odd, "--stages", "9,3").returncode == 2
