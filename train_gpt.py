@@ -1563,7 +1563,7 @@ def _check_val(cfg: RunConfig, paths: list[Path]) -> int:
             f"val_tokens={cfg.val_tokens} needs as many tokens, and {cfg.val_files} gives {served} in whole groups of "
             f"{PIECES * chunk}: set val_tokens={served}."
             if served
-            else f"{cfg.val_files} holds fewer than {PIECES * chunk + 1} tokens, the least: add some, or raise --val-fraction."
+            else f"{cfg.val_files} holds fewer than {PIECES * chunk + 1} tokens, the least: add data (--val-fraction)."
         )
     return cu_length(chunk, longest)
 

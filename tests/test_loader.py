@@ -346,7 +346,8 @@ def test_too_few_tokens_are_told_with_the_right_numbers(tmp_path):
 @example([numbered([5] * 3)], ((32, 9), (64, 9), (96, 9)), 1)  # nothing ever fits
 @example([numbered([5] * 26)], ((32, 9), (32, 9), (96, 9)), 1)  # many small batches a pass, one large one
 def test_the_epochs_that_an_error_proposes_are_enough(shards, sizes, epochs):
-    """Whoever follows the sentence is not refused again, and fewer would not do; where repeating cannot help, it is not proposed."""
+    """Whoever follows the sentence is not refused again, and fewer would not do; where repeating cannot help, it is not
+    proposed."""
     with tempfile.TemporaryDirectory() as name:
         write_shards(Path(name), shards)
         cfg = configure(Path(name), sizes=sizes, scheduled=9, extension=1, epochs=epochs)
