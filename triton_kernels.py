@@ -63,6 +63,23 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _kind(x) -> str:
+    """For messages: a tensor's shape and dtype (its numbers would cost a sync), anything else as it is."""
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+
+
+def _is_number(x) -> bool:
+    """A floating-point tensor of one element, which adds no dimension to a (T, D) that it multiplies."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() == 1 and x.dim() <= 2
+
+
+def _require_one_device(*inputs) -> None:
+    """One device for all inputs that are tensors: a launch follows their pointers there."""
+    devices = [x.device for x in inputs if isinstance(x, Tensor)]
+    require(all(device == devices[0] for device in devices),
+            f"all inputs must be on {devices[0]}, not {[str(device) for device in devices]}: move them there")
+
+
 @lru_cache
 def card_of(device: torch.device) -> tuple[str, int]:
     """("large" or "small", multiprocessors). Large: Hopper and B200, with over 200 KB of shared memory for a block and
@@ -395,9 +412,9 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
             f"q, k and v must share one floating-point dtype, not {[str(x.dtype) for x in (q, k, v)]}: cast them alike")
     require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and cu_seqlens.dtype == torch.int32,
             f"cu_seqlens must be (S,) int32 with S >= 2, not {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: cast it")
-    require(q.device == k.device == v.device == cu_seqlens.device,
-            f"all inputs must be on {q.device}, not {[str(x.device) for x in (k, v, cu_seqlens)]}: move them there")
-    require(window >= 0, f"window must be at least 0, not {window}: 0 lets each query see only itself")
+    _require_one_device(q, k, v, cu_seqlens)
+    require(isinstance(window, int) and window >= 0,
+            f"window must be an int of at least 0, not {_kind(window)}: 0 lets each query see only itself")
     require(scale > 0, f"scale must be positive, not {scale}: negate q instead")
     require(not paired or N % 2 == 0, f"paired attention needs an even number of heads, not {N}: pass paired=False")
     if not use_kernel(q, k, v):
@@ -489,7 +506,8 @@ def _pointwise_rows(x):
 class Scaled(NamedTuple):
     """A stream times a number, the multiplication left to the reader: `mix` makes it, `mix` reads it.
 
-    Its gradient is the product's. From that the maker, who reads the stream in backward anyway, makes the number's.
+    Its gradient is the product's. From that the maker, who reads the stream in backward anyway, makes the number's. So
+    only `mix` can make one (leave=): made by hand, it gets other gradients from the kernels than from the reference.
     """
 
     stream: Tensor
@@ -730,11 +748,11 @@ class _Mix(torch.autograd.Function):
 
 
 def _check_gates(coefs, s):
-    require(all(c.is_floating_point() and (c.numel() == 1 or c.shape in ((len(s),), (len(s), 1))) for c in coefs),
-            f"coefficients must be one element, ({len(s)},) or ({len(s)}, 1), floating point, "
-            f"not {[(tuple(c.shape), str(c.dtype)) for c in coefs]}: give one number, or one for each token")
-    require(all(c.device == s.device for c in coefs),
-            f"all coefficients must be on {s.device}, not {[str(c.device) for c in coefs]}: move them there")
+    shapes = (len(s),), (len(s), 1)
+    require(all(_is_number(c) or isinstance(c, Tensor) and c.is_floating_point() and c.shape in shapes for c in coefs),
+            f"coefficients must be tensors of one element, ({len(s)},) or ({len(s)}, 1), floating point, "
+            f"not {[_kind(c) for c in coefs]}: give one number, or one for each token")
+    _require_one_device(s, *coefs)
 
 
 def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = False, leave: Tensor | None = None):
@@ -766,10 +784,11 @@ def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = Fals
             f"streams must share one floating-point dtype, not {[str(x.dtype) for x in streams]}: cast them alike")
     given = [c for c in (*coefs, leave) if c is not None]
     _check_gates(given, s)
+    require(all(c is None or c.numel() == 1 for c, share in zip(coefs, shares) if share),
+            "a Scaled stream's number must be one element: let a mix make it, by `leave`")
     require(leave is None or leave.numel() == 1 and keep_x,
             "`leave` must be one element, for a sum that is kept: use keep_x=True")
-    require(all(x.device == s.device for x in streams),
-            f"all streams must be on {s.device}, not {[str(x.device) for x in streams]}: move them there")
+    _require_one_device(*streams)
     require(normed or keep_x and not peaks, "without its norm a sum has no peaks, and must be kept: use normed=True")
     if not use_kernel(*streams):
         return mix_reference(coefs, streams, normed=normed, keep_x=keep_x, peaks=peaks, leave=leave)
@@ -1118,18 +1137,17 @@ def smear(e, gate_w, lam):
     gate_w   (1, W), e's dtype, W up to D
     lam      one element, floating point
 
-    Returns (T, D) in e's dtype; the norm is of the unrounded sum. Gradients reach all three, from one pass, and are
-    bitwise repeatable. Raises ValueError.
+    Returns (T, D) in e's dtype; the norm (eps NORM_EPS) is of the unrounded sum. Gradients reach all three, from one
+    pass, and are bitwise repeatable. Raises ValueError.
     """
     require(e.dim() == 2 and e.numel() > 0 and e.is_floating_point(),
             f"e must be non-empty (T, D), floating point, not {tuple(e.shape)} {e.dtype}: reshape it")
     require(gate_w.dim() == 2 and len(gate_w) == 1 and 1 <= gate_w.shape[1] <= e.shape[1] and gate_w.dtype == e.dtype,
             f"gate_w must be (1, {e.shape[1]} or fewer), {e.dtype}, not {tuple(gate_w.shape)} {gate_w.dtype}: give one "
             "weight for each column that the gate reads")
-    require(lam.numel() == 1 and lam.is_floating_point(),
-            f"lam must be one floating-point number, not {tuple(lam.shape)} {lam.dtype}: gates are made from gate_w")
-    require(e.device == gate_w.device == lam.device,
-            f"all inputs must be on {e.device}, not {[str(x.device) for x in (gate_w, lam)]}: move them there")
+    require(_is_number(lam),
+            f"lam must be a tensor of one floating-point number, not {_kind(lam)}: gates are made from gate_w")
+    _require_one_device(e, gate_w, lam)
     if not use_kernel(e):
         return smear_reference(e, gate_w, lam)
     require(e.shape[1] <= 2048 and all(x.element_size() <= 4 for x in (e, lam)),
@@ -1289,12 +1307,13 @@ def _check_rotary(cos, sin, device, T, N, H, paired):
 
 
 def norm_rotary(qk, cos, sin, *, paired: bool, key_offset: bool):
-    """RMS norm of every head of queries and keys, then half-truncated rotary: (q, k), (T, N, H) each.
+    """RMS norm (eps NORM_EPS) of every head of queries and keys, then half-truncated rotary: (q, k), (T, N, H) each.
 
     qk         (T, 2, N, H), queries then keys; tokens of any stride
-    cos, sin   (P, H/4), P >= T positions (2T when paired), for the adjacent pairs of the first half of a head; the
-               second half does not turn
-    paired     head h of token t turns by position 2t + h mod 2, not t
+    cos, sin   (P, H/4), P >= T positions (2T when paired), for the adjacent pairs of the first half of a head: (x1, x2)
+               becomes (x1 cos + x2 sin, x2 cos - x1 sin); the second half does not turn
+    paired     head h of token t turns by position 2t + h mod 2, not t. `attention` has heads 0 .. N/2-1 at position 2t
+               and the others at 2t + 1, so with six heads, 1 and 4 turn by each other's: deliberate, v3's
     key_offset the second half of every key comes from the token before; token 0 keeps its own
 
     fp32 inside, rounded once. The gradient reaches qk only, in one pass. Raises ValueError.
@@ -1463,11 +1482,10 @@ def finish_heads(y, v, alpha, gate):
             f"y and v must share one floating-point dtype, not {y.dtype} and {v.dtype}: cast them alike")
     given = [x for x in (alpha, gate) if x is not None]
     require(len(given) > 0, "alpha and gate must not both be None: use y as it is")
-    require(all(x.shape == y.shape[:2] and x.is_floating_point() for x in given),
-            f"alpha and gate must be {tuple(y.shape[:2])}, floating point, "
-            f"not {[(tuple(x.shape), str(x.dtype)) for x in given]}: give one number for each head")
-    require(all(x.device == y.device for x in (v, *given)),
-            f"all inputs must be on {y.device}, not {[str(x.device) for x in (v, *given)]}: move them there")
+    require(all(isinstance(x, Tensor) and x.shape == y.shape[:2] and x.is_floating_point() for x in given),
+            f"alpha and gate must be {tuple(y.shape[:2])}, floating point, not {[_kind(x) for x in given]}: "
+            "give one number for each head")
+    _require_one_device(y, v, *given)
     if not use_kernel(y, v):
         return finish_heads_reference(y, v, alpha, gate)
     _require_kernel_heads(y, "finish_heads_reference")
@@ -1800,6 +1818,7 @@ def lookup_gather(rows_T: Tensor, tables: list[Tensor], signs=None) -> list[Tens
             "tables must be contiguous, of one width and dtype, not "
             f"{[(tuple(t.shape), str(t.dtype)) for t in tables]}: look others up apart")
     _check_signs(signs, T, D)
+    _require_one_device(rows_T, *tables, *(signs or ()))
     if not use_kernel(rows_T, *tables) or dtype == torch.float64 or T == 0:
         return lookup_gather_reference(rows_T, tables, signs)
     outs = [table.new_empty(T, D) for table in tables]
@@ -1825,6 +1844,7 @@ def lookup_add_(grads: list[Tensor], order: tuple[Tensor, Tensor], ds: list[Tens
     require(all(grad.is_contiguous() for grad in grads),
             "the gradient buffer must be contiguous, it is added to in place: make it so")
     _check_signs(signs, T, D)
+    _require_one_device(*grads, *order, *ds, *(signs or ()))
     if not use_kernel(*grads, *ds) or grads[0].dtype == torch.float64 or T == 0:
         ds, signs = [d[positions] for d in ds], signs and (signs[0], signs[1][positions])
         return lookup_add_reference(grads, sorted_rows, ds, signs)
@@ -1868,7 +1888,7 @@ class _Lookup(torch.autograd.Function):
 def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int], signs=None) -> tuple[Tensor, ...]:
     """The same rows of several leaf tables: one (T, D) tensor for each plane of each table.
 
-    rows_T  (T,) int32 or int64, each below every plane's number of rows
+    rows_T  (T,) int32 or int64, each below every plane's number of rows: not checked, which would cost a device sync
     tables  (planes V, D) parameters; a table of n planes holds n tables of V rows, one under the other
     signs   None or (sign_table (R, D), sign_rows (T,)): every stream is multiplied by sign_table[sign_rows], +-1,
             which itself gets no gradient
@@ -1876,8 +1896,9 @@ def lookup(rows_T: Tensor, tables: list[Tensor], planes: list[int], signs=None) 
     The backward pass adds to `table.grad` itself (zeros where it is None) and hands autograd nothing for the tables:
     use loss.backward(), not autograd.grad. Repeated rows are summed in fp32, by position. Raises ValueError.
     """
-    require(len(tables) == len(planes) and all(len(t) % n == 0 for t, n in zip(tables, planes)),
-            f"tables must hold whole planes, not {[len(t) for t in tables]} rows in {list(planes)}: pad them")
+    whole = all(isinstance(n, int) and n > 0 and t.dim() == 2 and len(t) % n == 0 for t, n in zip(tables, planes))
+    require(0 < len(tables) == len(planes) and whole,
+            f"tables (rows, D) must hold whole planes, not {[tuple(t.shape) for t in tables]} {list(planes)}: pad them")
     require(rows_T.dim() == 1 and rows_T.dtype in (torch.int32, torch.int64),
             f"rows must be (T,), int32 or int64, not {tuple(rows_T.shape)} {rows_T.dtype}: flatten and cast them")
     require(all(t.is_leaf for t in tables), "tables must be leaf tensors, whose .grad can be added to: pass parameters")
@@ -1900,8 +1921,8 @@ def _use_matrix_kernel(*tensors: Tensor) -> bool:
 
 
 def _check_bank(x: Tensor) -> None:
-    require(x.ndim in (2, 3), f"a product takes a matrix or a bank of them, got shape {tuple(x.shape)}; flatten the "
-                              "leading dimensions")
+    require(x.ndim in (2, 3) and x.is_floating_point(), "a product takes a floating-point matrix or a bank of them, "
+            f"got {_kind(x)}; flatten the leading dimensions")
 
 
 def xxt_reference(x_BRC: Tensor) -> Tensor:
@@ -2005,6 +2026,7 @@ def ba_plus_caa(a_BRR: Tensor, beta: float, alpha: float, diagonal: float = 0.0)
     Out   as A, contiguous; summed in fp32, rounded once
     Grad  none: for the optimizer
     """
+    _check_bank(a_BRR)
     require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
     if not _use_matrix_kernel(a_BRR):
         return ba_plus_caa_reference(a_BRR, beta, alpha, diagonal)
@@ -2045,6 +2067,7 @@ def polar_express(x_BRC: Tensor) -> Tensor:
     Why   three products an iteration and nothing else. a X is folded into the step matrix as a I, so X <- step X needs
           no copy of X to add to; the norm comes from the first Gram matrix (see _symmetric_kernel)
     """
+    _check_bank(x_BRC)
     if not _use_matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
         return polar_express_reference(x_BRC)
     tall, x = x_BRC.shape[-2] > x_BRC.shape[-1], x_BRC
@@ -2129,6 +2152,7 @@ def quantize_bank(w_BFD: Tensor, w8_BFD: Tensor, scales_B4: Tensor) -> None:
             f"{tuple(scales_B4.shape)}; allocate it with torch.empty")
     require(len(w_BFD) == 0 or w_BFD[0].is_contiguous(),
             f"each matrix must be contiguous, got strides {w_BFD.stride()}; pass w.contiguous()")
+    _require_one_device(w_BFD, w8_BFD, scales_B4)
     if w_BFD.numel() == 0:
         return
     if not use_kernel(w_BFD, w8_BFD, scales_B4) or w_BFD.dtype == torch.float64:
@@ -2213,10 +2237,24 @@ def _product_kernel(left, right, more_left, more_right, out, T, N, K, K_MORE, TR
             out.store([t, n + half * HALF], halves[half].to(out.dtype))
 
 
+def _check_product(lefts_TK, rights_KN, transposed):
+    require(1 <= len(lefts_TK) == len(rights_KN) <= 2 - transposed, "product sums one or two products, transposed one, "
+            f"got {len(lefts_TK)} lefts and {len(rights_KN)} rights; call it again for the others")
+    first, last, operands = lefts_TK[0], rights_KN[-1], (*lefts_TK, *rights_KN)
+    fit = first.is_floating_point() and all(x.dim() == 2 and x.dtype == first.dtype for x in operands) and all(
+        len(left) == len(first) and 0 < left.shape[1] == right.shape[transposed]
+        and right.shape[not transposed] == last.shape[not transposed] for left, right in zip(lefts_TK, rights_KN))
+    require(fit, "products take lefts (T, K) and rights (K, N), transposed (N, K), K at least 1, of one T, N and "
+            f"floating-point dtype, got {[_kind(x) for x in operands]}; flatten, slice or cast them to fit")
+    _require_one_device(*operands)
+
+
 @torch.library.custom_op("speedrun::product", mutates_args=())
 def product(lefts_TK: list[Tensor], rights_KN: list[Tensor], transposed: bool = False) -> Tensor:
     """The sum (T, N) of one or two products left (T, K) right (K, N), in one accumulator; transposed: of one, its right
-    given as (N, K). The library's on small cards, and for a GPU's fp32."""
+    given as (N, K). The library's on small cards, and for a GPU's fp32. Autograd does not go through it,
+    but through linear, heads and mlp, which use it. Raises ValueError."""
+    _check_product(lefts_TK, rights_KN, transposed)
     (card, processors), T, N = card_of(lefts_TK[0].device), len(lefts_TK[0]), rights_KN[0].shape[not transposed]
     if card == "small" or not _use_matrix_kernel(lefts_TK[0]):
         out_TN = lefts_TK[0] @ (rights_KN[0].mT if transposed else rights_KN[0])
@@ -2252,6 +2290,13 @@ def _weight_gradient(grad_FD, dy_TF, x_TD):
     grad_FD.addmm_(dy_TF.mT, x_TD)
 
 
+def _check_grads(grads, *weights):
+    kinds, given = [_kind(w) for w in weights], [_kind(grad) for grad in grads]
+    require(len(given) == len(kinds) and all(own in ("None", kind) for own, kind in zip(given, kinds)),
+            f"grads must be one for each of {kinds}, of its shape and dtype, got {given}; give None for autograd")
+    _require_one_device(*weights, *grads)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grads, x_TD, *weights):
@@ -2277,9 +2322,13 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
     for autograd. x's gradients meet in one product. Off the GPU, and with REFERENCE_OPS=1, autograd does it all.
     """
     require(1 <= len(weights) <= 2, f"linear takes one weight or two, not {len(weights)}: call it again for the others")
+    for w_FD in weights:
+        _check_product([x_TD], [w_FD], True)
+    grads = (None,) * len(weights) if grads is None else grads
+    _check_grads(grads, *weights)
     if not use_kernel(x_TD):
         return tuple(torch.nn.functional.linear(x_TD, w_FD) for w_FD in weights)
-    return _Linear.apply(grads or (None,) * len(weights), x_TD, *weights)
+    return _Linear.apply(grads, x_TD, *weights)
 
 
 # --- a product whose results are normed and turned heads ---
@@ -2418,15 +2467,19 @@ def heads(n_TD, w_ED, cos, sin, *, heads: int, paired: bool, key_offset: bool, g
     """Attention's queries, keys and values (T, N, H) from its input: a product, then norm_rotary of the first two.
 
     n_TD (T, D); w_ED (3 N H, D), the weights of queries, keys and values; cos, sin, paired and key_offset: see
-    norm_rotary; grad: where w_ED's gradient is added, see `linear`. Where it can, the product norms and turns what it
-    writes: without a key offset (which leaves out half of the last key), on a large card, for heads of 16 to 128.
+    norm_rotary, also for the direction of the turn and the norm's eps, NORM_EPS; grad: where w_ED's gradient is added,
+    see `linear`. Where it can, the product norms and turns what it writes: without a key offset (which leaves out half
+    of the last key), on a large card, for heads of 16 to 128. Its gradients are right only where cos^2 + sin^2 = 1, as
+    in rotary tables: the norm's is made from heads that have turned. Raises ValueError.
     """
+    require(isinstance(heads, int) and heads > 0, f"heads must be an int from 1 on, not {heads}: count the queries'")
     T, width = len(n_TD), len(w_ED) // (3 * heads)
     require(n_TD.dim() == w_ED.dim() == 2 and w_ED.shape == (3 * heads * width, n_TD.shape[1]) and n_TD.numel() > 0
-            and n_TD.dtype == w_ED.dtype and width % 4 == 0,
-            f"heads takes n (T, D) and weights (3 x {heads} x head dim, D) of its dtype, head dim a multiple of 4, not "
-            f"{tuple(n_TD.shape)} {n_TD.dtype} and {tuple(w_ED.shape)} {w_ED.dtype}: stack those of queries, keys, "
-            "values")
+            and n_TD.dtype == w_ED.dtype and n_TD.is_floating_point() and width > 0 and width % 4 == 0,
+            f"heads takes n (T, D) and weights (3 x {heads} x head dim, D) of its floating-point dtype, head dim a "
+            f"multiple of 4, not {_kind(n_TD)} and {_kind(w_ED)}: stack those of queries, keys, values")
+    _check_grads((grad,), w_ED)
+    _require_one_device(n_TD, w_ED)
     _check_rotary(cos, sin, n_TD.device, T, heads, width, paired)
     if not use_kernel(n_TD):
         return heads_reference(n_TD, w_ED, cos, sin, heads=heads, paired=paired, key_offset=key_offset)
@@ -2589,12 +2642,14 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
     require(n_TD.ndim == w_fc_FD.ndim == 2 and w_fc_FD.shape == w_proj_FD.shape and n_TD.shape[1] == w_fc_FD.shape[1],
             f"mlp takes n (T, D) and two weights (F, D), got {tuple(n_TD.shape)}, {tuple(w_fc_FD.shape)} and "
             f"{tuple(w_proj_FD.shape)}; flatten n's leading dimensions and store w_proj as (F, D)")
-    require(n_TD.dtype == w_fc_FD.dtype == w_proj_FD.dtype, f"mlp takes operands of one dtype, got {n_TD.dtype}, "
-            f"{w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights' dtype")
+    require(n_TD.is_floating_point() and n_TD.dtype == w_fc_FD.dtype == w_proj_FD.dtype, "mlp takes operands of one "
+            f"floating-point dtype, got {n_TD.dtype}, {w_fc_FD.dtype} and {w_proj_FD.dtype}; convert n to the weights'")
     require(fp8 is None or fp8.w8.shape == w_fc_FD.shape, "the quantized weight must have w_fc's shape "
             f"{tuple(w_fc_FD.shape)}, got {tuple(fp8.w8.shape) if fp8 else None}; quantize w_fc itself")
     require(peaks is None or peaks.ndim == 1 and peaks.dtype == torch.float32 and peaks.is_contiguous(),
             "peaks must be contiguous fp32 of one dimension: take them from mix(..., peaks=True)")
+    _check_grads(grads, w_fc_FD, w_proj_FD)
+    _require_one_device(n_TD, w_fc_FD, w_proj_FD, *(fp8 or ()), peaks)
     if not _use_matrix_kernel(n_TD, w_fc_FD, w_proj_FD):
         return mlp_reference(n_TD, w_fc_FD, w_proj_FD, fp8, peaks)
     return _Mlp.apply(n_TD, w_fc_FD, w_proj_FD, *(fp8 or (None, None)), grads, peaks)
@@ -2834,8 +2889,8 @@ def gates(x_TD, w1_FD, w2_LF, b2_L, scale, dtype=None, grads=(None,) * 4):
     """(gelu(x w1^T) w2^T + b2) * scale, every token's coefficients (T, L).  Reference: gates_reference.
 
     In    x_TD (T, D), rows of any stride; w1_FD (F, D); w2_LF (L, F); b2_L (L,); one floating-point dtype. scale: a
-          number, or a tensor of one element, which is rounded to x's dtype first
-    Out   in `dtype` (x's where None); rows may lie further apart than L
+          number, or a tensor of one element, which is rounded to x's dtype first. gelu is the exact one, by erf
+    Out   in `dtype` (x's where None), floating; rows may lie further apart than L
     Grad  to x, w1, w2, b2 and the scale. grads: where those of the last four are added in place, as in `linear`;
           contiguous, None for autograd. Kept for it: x and the hidden units before gelu
     Why   a pass over x, one over x's gradient and the product for w1's; no other array is wider than F or L
@@ -2851,16 +2906,17 @@ def gates(x_TD, w1_FD, w2_LF, b2_L, scale, dtype=None, grads=(None,) * 4):
             f"gates takes operands of one floating-point dtype, got {x_TD.dtype}, {w1_FD.dtype}, {w2_LF.dtype} and "
             f"{b2_L.dtype}; convert them to the weights' dtype")
     learned = isinstance(scale, Tensor)
-    require(not learned or scale.numel() == 1 and scale.is_floating_point(),
+    require(not learned or _is_number(scale),
             "the scale must be a number or a floating-point tensor of one element; multiply by more of them afterwards")
+    require(dtype is None or dtype.is_floating_point, f"dtype must be a floating-point one, not {dtype}; cast later")
     F, D, L = *w1_FD.shape, len(b2_L)
+    _require_one_device(x_TD, w1_FD, w2_LF, b2_L, scale)
+    _check_grads(grads, w1_FD, w2_LF, b2_L, scale)
     fits = x_TD.numel() > 0 and D % 16 == 0 and F in (16, 32, 64) and 1 <= L <= 128
     if not fits or not _use_matrix_kernel(x_TD):
         return gates_reference(x_TD, w1_FD, w2_LF, b2_L, scale, dtype)
-    require(len(grads) == 4 and all(grad is None or isinstance(x, Tensor) and grad.shape == x.shape
-                                    and grad.is_contiguous() for x, grad in zip((w1_FD, w2_LF, b2_L, scale), grads)),
-            "grads must be four, of w1, w2, b2 and the scale, each None or contiguous of that one's shape; give None "
-            "for autograd")
+    require(all(grad is None or grad.is_contiguous() for grad in grads),
+            "grads must be contiguous, kernels add to them; make them so or give None for autograd")
     factor, scale = (1.0, scale) if learned else (float(scale), None)
     return _Gates.apply(factor, dtype or x_TD.dtype, tuple(grads), x_TD, w1_FD, w2_LF, b2_L, scale)
 
@@ -3732,6 +3788,7 @@ def _check_head(x, lm_head, targets, mtp_weights=None, w8_DV=None):
     if w8_DV is not None:
         require(w8_DV.shape == lm_head.shape, f"quantized must be quantize_head(lm_head), got shape "
                 f"{tuple(w8_DV.shape)} for {tuple(lm_head.shape)}; quantize this lm_head or leave it out")
+    _require_one_device(x, lm_head, targets, mtp_weights, w8_DV)
 
 
 def _check_fp8(lm_head):
@@ -3815,9 +3872,9 @@ def _transpose_kernel(src_ptr, dst_ptr, M, N, src_m, src_n, dst_n, dst_m, ADD: t
 
 
 def _check_transpose(src, dst):
-    require(src.dim() == 2 and dst.shape == src.T.shape and src.dtype == dst.dtype,
-            f"a transpose takes src (M, N) and dst (N, M) of one dtype, got {tuple(src.shape)} {src.dtype} and "
-            f"{tuple(dst.shape)} {dst.dtype}; allocate dst as the transpose of src")
+    require(src.dim() == 2 and dst.shape == src.T.shape and (src.dtype, src.device) == (dst.dtype, dst.device),
+            f"transposes take src (M, N), dst (N, M) of one dtype, on one device, got {_kind(src)} on {src.device} and "
+            f"{_kind(dst)} on {dst.device}; allocate dst as the transpose of src")
 
 
 def _transpose(src, dst, add):

@@ -348,6 +348,7 @@ BAD = {
     "S >= 2": lambda q, k, v, cu: attention(q, k, v, cu[:1], window=1, scale=1.0),
     "must be on": lambda q, k, v, cu: attention(q, k, v, cu.to("meta"), window=1, scale=1.0),
     "window must be": lambda q, k, v, cu: attention(q, k, v, cu, window=-1, scale=1.0),
+    "int of at least 0, not 2.5": lambda q, k, v, cu: attention(q, k, v, cu, window=2.5, scale=1.0),
     "scale must be": lambda q, k, v, cu: attention(q, k, v, cu, window=1, scale=0.0),
     "even number of heads": lambda q, k, v, cu: attention(*(x[:, :1] for x in (q, k, v)), cu, window=1, scale=1.0,
                                                           paired=True),

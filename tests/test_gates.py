@@ -201,6 +201,7 @@ def test_compiles_whole(device, force_kernels):
     (dict(w2=(6, 16)), "as many lanes of both"),
     (dict(b2=(5, 1)), "as many lanes of both"),
     (dict(scale=(2,)), "one element"),
+    (dict(scale=(1, 1, 1)), "one element"),
 ])
 def test_refused_in_a_sentence(change, words):
     shapes = dict(x=(3, 16), w1=(16, 16), w2=(5, 16), b2=(5,), scale=()) | change
@@ -217,6 +218,16 @@ def test_refuses_dtypes(which, change, words):
     tensors = [torch.ones(shape) for shape in ((3, 16), (16, 16), (5, 16), (5,), ())]
     tensors[which] = change(tensors[which])
     with pytest.raises(ValueError, match=words):
+        gates(*tensors)
+
+
+@pytest.mark.parametrize("which", range(1, 5))
+def test_refuses_other_devices_and_results(which):
+    tensors = [torch.ones(shape) for shape in ((3, 16), (16, 16), (5, 16), (5,), ())]
+    with pytest.raises(ValueError, match="dtype must be a floating-point one, not torch.int32"):
+        gates(*tensors, dtype=torch.int32)
+    tensors[which] = tensors[which].to("meta")
+    with pytest.raises(ValueError, match="move them there"):
         gates(*tensors)
 
 

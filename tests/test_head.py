@@ -324,9 +324,12 @@ def bad(change):
     (lambda a: dict(mtp_weights=torch.ones(0)), "mtp_weights"),
     (lambda a: dict(mtp_weights=torch.ones(1, 1)), "mtp_weights"),
     (lambda a: dict(mtp_weights=torch.ones(1).long()), "mtp_weights"),
+    (lambda a: dict(mtp_weights=torch.ones(1, device="meta")), "move them there"),
+    (lambda a: dict(lm_head=a["lm_head"].to("meta")), "move them there"),
+    (lambda a: dict(targets=a["targets"].to("meta")), "move them there"),
     (lambda a: dict(quantized=kernels.quantize_head(a["lm_head"])), "pass fp8=True"),
     (lambda a: dict(quantized=kernels.quantize_head(a["lm_head"][:, :-16]), fp8=True), "quantize_head"),
-], ids=range(11))
+], ids=range(14))
 def test_head_loss_refuses(change, match):
     with pytest.raises(ValueError, match=match):
         kernels.head_loss(**bad(change))
@@ -348,6 +351,8 @@ def test_transposes_refuse(op):
         op(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="one dtype"):
         op(torch.zeros(2, 3), torch.zeros(3, 2).half())
+    with pytest.raises(ValueError, match="device"):
+        op(torch.zeros(2, 3), torch.zeros(3, 2, device="meta"))
 
 
 def test_transpose_copy_of_wide_elements(force_kernels):

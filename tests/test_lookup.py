@@ -119,6 +119,10 @@ def test_unused_streams_get_no_gradient(monkeypatch, kernel):
     ("rows", "planes", "told"),
     [
         (torch.zeros(3, dtype=torch.int32), [4], "whole planes"),
+        (torch.zeros(3, dtype=torch.int32), [0], "whole planes"),
+        (torch.zeros(3, dtype=torch.int32), [2.0], "whole planes"),
+        (torch.zeros(3, dtype=torch.int32), [], "whole planes"),
+        (torch.zeros(3, dtype=torch.int32, device="meta"), [2], "move them there"),
         (torch.zeros(3), [2], "int32 or int64"),
         (torch.zeros(3, 1, dtype=torch.int32), [2], "int32 or int64"),
     ],
@@ -139,6 +143,8 @@ def test_sums_need_rows_that_fit():
         kernels.lookup_add_([torch.zeros(6, 4)], order, [torch.zeros(3, 5)])
     with pytest.raises(ValueError, match="gradient buffer must be contiguous"):
         kernels.lookup_add_([torch.zeros(4, 6).T], order, [torch.zeros(3, 4)])
+    with pytest.raises(ValueError, match="move them there"):
+        kernels.lookup_add_([torch.zeros(6, 4)], order, [torch.zeros(3, 4, device="meta")])
 
 
 @pytest.mark.parametrize("second", [torch.zeros(6, 5), torch.zeros(6, 4).double(), torch.zeros(4, 6).T])

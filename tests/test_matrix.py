@@ -337,6 +337,48 @@ def test_product(T, N, depths, dtype, device, force_kernels):
         torch.library.opcheck(kernels.product, arguments, test_utils="test_faketensor")
 
 
+X, W = torch.ones(5, 16), torch.ones(16, 24)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["eager", "kernel"])
+@pytest.mark.parametrize("call, words", [
+    (lambda: kernels.product([], []), "one or two products"),
+    (lambda: kernels.product([X, X], [W]), "2 lefts and 1 rights"),
+    (lambda: kernels.product([X] * 3, [W] * 3), "one or two products"),
+    (lambda: kernels.product([X] * 2, [W.T] * 2, True), "transposed one"),
+    (lambda: kernels.product([X], [torch.ones(20, 9)]), "slice"),
+    (lambda: kernels.product([X], [W], True), "slice"),
+    (lambda: kernels.product([X, X[:4]], [W, W]), "one T"),
+    (lambda: kernels.product([X, X], [W, W[:, :9]]), "N and floating"),
+    (lambda: kernels.product([X[:, :0]], [W[:0]]), "K at least 1"),
+    (lambda: kernels.product([X[None]], [W]), "flatten"),
+    (lambda: kernels.product([X], [W.double()]), "cast"),
+    (lambda: kernels.product([X.int()], [W.int()]), "floating-point dtype"),
+    (lambda: kernels._check_product([X], [W.to("meta")], False), "move them there"),  # the operator would take its fake
+    (lambda: kernels.linear(X, []), "one weight or two"),
+    (lambda: kernels.linear(X, [W]), "slice"),
+    (lambda: kernels.linear(X[None], [W.T]), "flatten"),
+    (lambda: kernels.linear(X, [W.T.half()]), "cast"),
+    (lambda: kernels.linear(X, [W.T.to("meta")]), "move them there"),
+    (lambda: kernels.linear(X, [W.T, W.T], (W.T,)), "one for each"),
+    (lambda: kernels.linear(X, [W.T], (W,)), "give None for autograd"),
+    (lambda: kernels.linear(X, [W.T], (W.T.double(),)), "give None for autograd"),
+    (lambda: kernels.linear(X, [W.T], (W.T.to("meta"),)), "move them there"),
+    (lambda: mlp(X.int(), W.T.int(), W.T.int()), "one floating-point dtype"),
+    (lambda: mlp(X, W.T, W.T.to("meta")), "move them there"),
+    (lambda: mlp(X, W.T, W.T, grads=(W, None)), "give None for autograd"),
+    (lambda: mlp(X, W.T, W.T, grads=(None,)), "one for each"),
+    (lambda: quantize_bank(X[None], torch.empty(1, 5, 16, dtype=E4M3), torch.ones(1, 4).to("meta")), "move them there"),
+    (lambda: ba_plus_caa(torch.ones(3), 1, 1), "flatten"),
+    (lambda: polar_express(X.int()), "floating-point matrix"),
+])
+def test_products_refuse(call, words, kernel, request):
+    if kernel:
+        request.getfixturevalue("force_kernels")
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
 # --- heads
 
 
@@ -395,6 +437,12 @@ def test_heads_refuses(device, force_kernels):
     }.items():
         with pytest.raises(ValueError, match=words):
             kernels.heads(n_, w_, cos_, sin[:len(cos_)], heads=heads, paired=paired, key_offset=False)
+    good = dict(n_TD=n, w_ED=w, cos=cos, sin=sin, heads=2, paired=False, key_offset=False)
+    for change, words in [(dict(heads=0), "int from 1 on"), (dict(heads=-2), "int from 1 on"),
+                          (dict(w_ED=w[:0]), "stack those"), (dict(n_TD=n.int(), w_ED=w.int()), "floating-point dtype"),
+                          (dict(w_ED=w.to("meta")), "move them there"), (dict(grad=w[1:]), "give None for autograd")]:
+        with pytest.raises(ValueError, match=words):
+            kernels.heads(**good | change)
 
 
 def test_mlp_reference_gradient_in_double():
@@ -460,7 +508,7 @@ def test_mlp_refuses(device):
     n, w = torch.ones(4, 16, device=device), torch.ones(32, 16, device=device)
     quantized = kernels.QuantizedWeight(torch.empty(16, 16, dtype=E4M3, device=device), torch.ones(1, device=device))
     for bad, match in [((n[None], w, w), "flatten"), ((n, w.mT, w.mT), "weights"), ((n, w, w[:8]), "weights"),
-                       ((n.double(), w, w), "one dtype"), ((n, w, w, quantized), "quantize w_fc itself"),
+                       ((n.double(), w, w), "one floating-point dtype"), ((n, w, w, quantized), "quantize w_fc itself"),
                        ((n, w, w, None, (None, None), n), "take them from mix")]:
         with pytest.raises(ValueError, match=match):
             mlp(*bad)
