@@ -71,6 +71,14 @@ def check_choices(fp8: str, attention: str) -> str:
     return f"attention={attention} needs a GPU: use attention=auto or attention=reference on the CPU."
 
 
+def choose_fp8(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """(on, why): where the device has it, for models in bfloat16."""
+    if wanted == "off":
+        return False, "as asked"
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return able and dtype == torch.bfloat16, f"this device has {'' if able else 'no '}FP8"
+
+
 def check_compiler() -> str:
     """Triton builds launchers with a C compiler and Python's headers. One sentence where one is missing, else ''."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):

@@ -688,6 +688,10 @@ class Folded(NamedTuple):
     o: Tensor  # (A, D, D)
     down: Tensor  # (L, F, D)
 
+    def parts(self) -> tuple[Tensor, ...]:
+        """Views, as GPT.matrices orders them."""
+        return *self.qkv.tensor_split([2 * self.qkv.shape[2]], 1), self.o, self.down
+
 
 Slots = list[tuple[Tensor, Tensor | None]]  # a matrix, and where products add its gradient (None: autograd does)
 
@@ -827,38 +831,42 @@ class GPT(nn.Module):
         """Use rotary tables for `positions` stream positions (twice the tokens of the longest sequence)."""
         self.cos, self.sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
 
-    def fold(self) -> Folded:
-        """Banks times their lambdas, in the banks' dtype, without padding; gradients reach both."""
-        D, A, L = self.cfg.dim, len(self.cfg.attn_layers), len(self.cfg.plan)
+    def matrices(self, of: Callable[[Tensor], Tensor] = lambda bank: bank) -> tuple[Tensor, ...]:
+        """What lambdas scale of the banks, or `of` them, without padding: qk (A, 2D, D), v, o, down."""
+        (qk, vo, mlp), D = map(of, (self.qk_bank, self.vo_bank, self.mlp_bank)), self.cfg.dim
+        v, o = vo[: 2 * len(self.attn_layers)].view(-1, 2, D, D).unbind(1)
+        return qk.view(-1, D)[: 2 * D * len(v)].view(-1, 2 * D, D), v, o, mlp[: len(self.cfg.plan), 1]
+
+    def lambdas(self) -> tuple[Tensor, ...]:
+        """The numbers that scale them."""
         low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
         into_qkv, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
         post_attn, post_mlp = self.post_lambdas.to(low).to(wide).masked_fill(self.muddy, 1).unbind(1)
         into_qkv, into_o = (scale[self.attn_layers] for scale in (into_qkv, into_o * post_attn))
-        qk = self.qk_bank.view(-1, D)[: A * 2 * D].view(-1, 2 * D, D)
-        v, o = self.vo_bank[: 2 * A].view(-1, 2, D, D).unbind(1)
-        pairs = (torch.cat((qk, v), 1), into_qkv), (o, into_o), (self.mlp_bank[:L, 1], post_mlp)
-        return Folded(*((matrices * scale.view(-1, 1, 1)).to(low) for matrices, scale in pairs))
+        return into_qkv, into_qkv, into_o, post_mlp
+
+    def fold(self) -> Folded:
+        """Banks times their lambdas, in the banks' dtype, without padding; gradients reach both."""
+        qk, v, *others = ((m * scale.view(-1, 1, 1)).to(m.dtype) for m, scale in zip(self.matrices(), self.lambdas()))
+        return Folded(torch.cat((qk, v), 1), *others)
 
     @torch.no_grad()
     def refresh(self, fp8: bool) -> None:
         """Remake, in place, what micro-batches read instead of the parameters: folded matrices and FP8 copies."""
-        fresh = self.fold()
         if self.folded is None:
-            self.folded = Folded(*(x.clone().requires_grad_() for x in fresh))
+            self.folded = Folded(*(x.requires_grad_() for x in self.fold()))
             for x in self.folded:
                 x.grad = torch.zeros_like(x)
-        for held, new in zip(self.folded, fresh):
-            held.copy_(new)
+        for place in zip(self.folded.parts(), self.matrices(), self.lambdas()):
+            kernels.fold_(*place)
         if fp8:
             self._refresh_fp8()
 
     def unfold(self) -> None:
-        """Hand the folded matrices' gradients on to banks and lambdas, once a step.
-
-        Folds anew: a graph kept since refresh would tie the banks' gradients to its stream, and break graph capture.
-        """
-        torch.autograd.backward(self.fold(), [x.grad for x in self.folded])
-        torch._foreach_zero_([x.grad for x in self.folded])
+        """Hand the folded matrices' gradients on to banks and lambdas, once a step, and clear them."""
+        grads, lambdas = Folded(*(x.grad for x in self.folded)).parts(), self.lambdas()
+        places = zip(grads, self.matrices(Tensor.detach), lambdas, self.matrices(lambda bank: bank.grad))
+        torch.autograd.backward(lambdas, [kernels.unfold_(*place) for place in places])
 
     def _refresh_fp8(self) -> None:
         head = kernels.quantize_head(self.lm_head)
@@ -2119,14 +2127,6 @@ def project_sources() -> dict[str, str]:
     return {name: (ROOT / name).read_bytes().decode() for name in names}
 
 
-def choose_fp8(cfg: RunConfig, device: torch.device) -> tuple[bool, str]:
-    """(on, why): where the device has it, for models in bfloat16."""
-    if cfg.fp8 == "off":
-        return False, "as asked"
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return able and cfg.model.dtype == torch.bfloat16, f"this device has {'' if able else 'no '}FP8"
-
-
 def run(cfg: RunConfig) -> None:
     """One whole run on this rank. Raises ValueError, the same on every rank, for what a user can mend, and Stopped."""
     demo = importlib.import_module("data.demo_text") if cfg.preset == "demo" else None
@@ -2137,7 +2137,7 @@ def run(cfg: RunConfig) -> None:
     try:
         preflight.try_gpu(runtime.device, rank, world_size)
         attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
-        fp8, why_fp8 = choose_fp8(cfg, runtime.device)
+        fp8, why_fp8 = preflight.choose_fp8(cfg.fp8, runtime.device, cfg.model.dtype)
         log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
         log_header(log, cfg, runtime, sources)
         if runtime.device.type == "cuda":

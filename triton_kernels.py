@@ -18,7 +18,7 @@ Jump with: grep -n '^# === ' triton_kernels.py
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, products, attention's heads, the MLP
   Gates                                per-token coefficients of two small layers, forward and backward
-  Optimizer updates                    Adam, NorMuon's momentum, variance normalization and cautious update
+  Optimizer updates                    Adam, NorMuon's momentum, variance normalization, cautious update, folded lambdas
   Head                                 softcapped multi-token cross-entropy in FP8 or not, evaluation loss
   Transposes                           transpose_copy, transpose_add
 
@@ -3011,6 +3011,86 @@ def adam_update_(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hype
     elif p.numel():
         grid = triton.cdiv(p.numel(), ADAM_TILES["BLOCK"]),
         _adam_kernel[grid](p, g.contiguous(), exp_avg, exp_avg_sq, hyper, starts, p.numel(), **ADAM_TILES)
+
+
+# --- matrices times their lambdas, once a step ---
+
+FOLD_TILES = dict(BLOCK=4096, num_warps=8)  # not swept: 50 million numbers a step
+
+
+@torch.no_grad()
+def fold_reference_(folded_BFD, w_BFD, scale_B):
+    """What fold_ does, in eager torch."""
+    folded_BFD.copy_(w_BFD * scale_B.view(-1, 1, 1))
+
+
+@torch.no_grad()
+def unfold_reference_(dfolded_BFD, w_BFD, scale_B, dw_BFD):
+    """What unfold_ does, in eager torch."""
+    exact = dfolded_BFD.to(torch.promote_types(dfolded_BFD.dtype, torch.float32))
+    dw_BFD.add_(exact * scale_B.view(-1, 1, 1))
+    dscale_B = (exact * w_BFD).sum((1, 2)).to(scale_B.dtype)
+    dfolded_BFD.zero_()
+    return dscale_B
+
+
+@jit
+def _fold_kernel(folded, w, scale, folded_stride, w_stride, numel, BLOCK: tl.constexpr):
+    """Programs (i, b): the i-th BLOCK numbers of matrix b."""
+    b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(w + b * w_stride + at, mask=at < numel).to(tl.float32) * tl.load(scale + b)
+    tl.store(folded + b * folded_stride + at, x.to(folded.dtype.element_ty), mask=at < numel)
+
+
+@jit
+def _unfold_kernel(dfolded, w, scale, dw, partials, folded_stride, w_stride, dw_stride, numel, BLOCK: tl.constexpr):
+    """As _fold_kernel; partials (B, blocks): each block's share of its number's gradient."""
+    b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, dfolded, dw = at < numel, dfolded + b * folded_stride + at, dw + b * dw_stride + at
+    d = tl.load(dfolded, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(w + b * w_stride + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(dw, mask=inside).to(tl.float32) + d * tl.load(scale + b)
+    tl.store(dw, grad.to(dw.dtype.element_ty), mask=inside)
+    tl.store(dfolded, tl.zeros_like(d).to(dfolded.dtype.element_ty), mask=inside)
+    tl.store(partials + b * tl.num_programs(0) + tl.program_id(0), tl.sum(d * x, 0))
+
+
+def _check_fold(scale_B, *banks):
+    first = banks[0]
+    require(all(x.dim() == 3 and (x.shape, x.dtype) == (first.shape, first.dtype) and x[:1].is_contiguous()
+                for x in banks) and scale_B.shape == first.shape[:1],
+            "folding takes banks (B, F, D) of one shape and dtype, each matrix contiguous, and a number a matrix, got "
+            f"{[_kind(x) for x in banks]} and {_kind(scale_B)}; slice them alike")
+    _require_one_device(scale_B, *banks)
+    kernel_takes = first.numel() > 0 and first.element_size() <= 4 and scale_B.dtype == torch.float32
+    return kernel_takes and use_kernel(scale_B, *banks)
+
+
+def fold_(folded_BFD: Tensor, w_BFD: Tensor, scale_B: Tensor) -> None:
+    """folded = w * scale, matrix by matrix, in place.  Reference: fold_reference_.
+
+    folded_BFD, w_BFD (B, F, D), one dtype, every matrix contiguous; scale_B (B,) fp32 (fp64 for fp64). ValueError.
+    """
+    if not _check_fold(scale_B, folded_BFD, w_BFD):
+        return fold_reference_(folded_BFD, w_BFD, scale_B)
+    B, numel = len(w_BFD), w_BFD[0].numel()
+    _fold_kernel[triton.cdiv(numel, FOLD_TILES["BLOCK"]), B](
+        folded_BFD, w_BFD, scale_B.contiguous(), folded_BFD.stride(0), w_BFD.stride(0), numel, **FOLD_TILES)
+
+
+def unfold_(dfolded_BFD: Tensor, w_BFD: Tensor, scale_B: Tensor, dw_BFD: Tensor) -> Tensor:
+    """The way back: adds dfolded * scale to dw, clears dfolded and returns the gradient of scale, all in one pass.
+
+    Banks and numbers as in fold_. Bitwise repeatable.  Reference: unfold_reference_.
+    """
+    if not _check_fold(scale_B, dfolded_BFD, w_BFD, dw_BFD):
+        return unfold_reference_(dfolded_BFD, w_BFD, scale_B, dw_BFD)
+    B, numel = len(w_BFD), w_BFD[0].numel()
+    blocks = triton.cdiv(numel, FOLD_TILES["BLOCK"])
+    partials = scale_B.new_empty(B, blocks)
+    _unfold_kernel[blocks, B](dfolded_BFD, w_BFD, scale_B.contiguous(), dw_BFD, partials, dfolded_BFD.stride(0),
+                              w_BFD.stride(0), dw_BFD.stride(0), numel, **FOLD_TILES)
+    return partials.sum(1)
 
 
 # --- NorMuon: Nesterov momentum ---

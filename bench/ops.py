@@ -47,6 +47,7 @@ MOVED = {  # bytes that an update must move for each element of a bf16 parameter
     "cautious_update_": 10,  # both halves of the fp32 weight, the update
     "zero": 2,  # the gradient
 }
+FOLDED = {"fold_": 4, "unfold_": 10}  # likewise, of matrices times their lambdas: gradients are cleared and added to
 HEADING = f"{'operation':32}{'stage':>6}{'us':>10}{'achieved':>16}{'ceiling':>9}{'torch':>7}{'v3':>7}"
 LEGEND = """\
 achieved: bytes that must move, or multiplications and additions, a second. ceiling: the time that these would take at
@@ -372,9 +373,12 @@ def update_cases(s: Sizes) -> Iterator[Case]:
         ("normuon_momentum_", lambda: [new(), new(dtype=fp32), number], low.numel()),
         ("normalize_variance_", lambda: [new(), s.randn(B, R, 1, dtype=fp32).square(), number], low.numel()),
         ("cautious_update_", lambda: [new().bfloat16(), low.clone(), new(), rates, number], low.numel()),
+        ("fold_", lambda: [new(), new(), rates], low.numel()),
+        ("unfold_", lambda: [new(), new(), rates, new()], low.numel()),
     ):
         bitwise = name == "cautious_update_"  # the split weights
-        yield Case(name, *pair(name), inputs, ({"copy": MOVED[name] * elements},), mutates=True, bitwise=bitwise)
+        costs = ({"copy": (MOVED | FOLDED)[name] * elements},)
+        yield Case(name, *pair(name), inputs, costs, mutates=True, bitwise=bitwise)
 
 
 def weight_cases(s: Sizes) -> Iterator[Case]:

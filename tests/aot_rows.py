@@ -190,6 +190,11 @@ def updates_rows():
                      ALL_LINES=kernels.triton.next_power_of_2(lines), **unit)
     yield update("cautious", kernels._cautious_kernel, kernels.CAUTIOUS_TILES,
                  dict(p="*u16", low="*u16", x="*bf16", lr="*fp32", wd="*fp32"), ["numel"], SPLIT=True)
+    banks, strides = dict.fromkeys(("folded", "dfolded", "w", "dw"), "*bf16"), ["folded_stride", "w_stride", "numel"]
+    banks |= dict(scale="*fp32", partials="*fp32")
+    for name, kernel, more in ("fold", kernels._fold_kernel, []), ("unfold", kernels._unfold_kernel, ["dw_stride"]):
+        pointers = {pointer: banks[pointer] for pointer in kernel.arg_names if pointer in banks}
+        yield update(name, kernel, kernels.FOLD_TILES, pointers, strides + more)
 
 
 def head_rows():

@@ -147,7 +147,9 @@ def updates(device: str) -> list[torch.Tensor]:
     kernels.normalize_variance_(x, fp32(3, 130, 1).square(), number(0.9))
     low = torch.zeros(bank.shape, dtype=torch.uint16, device=device)
     kernels.cautious_update_(bank, low, x, torch.full((3,), 0.02, device=device), number(0.01))
-    return [p, bank, x]
+    folded, scale = randn(device, 3, 130, 72), fp32(3)
+    kernels.fold_(folded, bank, scale)
+    return [p, bank, x, kernels.unfold_(folded, bank, scale, gradient), gradient]
 
 
 OPS = {

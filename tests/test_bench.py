@@ -249,8 +249,8 @@ def test_bad_arguments_are_one_sentence(words, told, capsys):
 
 
 def test_other_ranks_leave_the_work_to_the_first(monkeypatch, capfd):
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
+    for word in "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1".split():
+        monkeypatch.setenv(*word.split("="))
     assert step.main(["preset=demo"]) == 0
     assert capfd.readouterr() == ("", "")
 

@@ -6,7 +6,7 @@ from helpers import golden
 from kernel_tools import GPU, aot_all, assert_as_good_as_eager, assert_fits, needs_triton
 
 import triton_kernels as kernels
-from triton_kernels import adam_update_, cautious_update_, normalize_variance_, normuon_momentum_
+from triton_kernels import adam_update_, cautious_update_, fold_, normalize_variance_, normuon_momentum_, unfold_
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -232,6 +232,38 @@ def test_cautious_update_is_the_formula(dtype, device, force_kernels):
     assert_rounding_only(p, want)
 
 
+# --- matrices times their lambdas
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (2, 70, 130)] + [(11, 3072, 768)] * GPU, ids=str)
+def test_folding_and_the_way_back(shape, dtype, device, force_kernels):
+    """Banks are slices of others, which stay as they are."""
+    B, F, D = shape
+    w = values(B, 2, F, D, seed=1, dtype=dtype, device=device)[:, 1]
+    around, dw_around = (values(B, F + 3, D, seed=s, dtype=dtype, device=device) for s in (2, 3))
+    scale = values(B, seed=4, dtype=kernels._exact_dtype(w), device=device)
+    folded, dw, exact_scale = around[:, 1:-2], dw_around[:, 2:-1], scale.double()[:, None, None]
+
+    eager, kept = folded.clone(), around.clone()
+    kernels.fold_reference_(eager, w, scale)
+    fold_(folded, w, scale)
+    assert_as_good_as_eager("folded", folded, w.double() * exact_scale, eager)
+    assert torch.equal(around[:, :1], kept[:, :1]) and torch.equal(around[:, -2:], kept[:, -2:])
+
+    kept = dw_around.clone()
+    exact = dw.double() + folded.double() * exact_scale, (folded.double() * w.double()).sum((1, 2))
+    tries = [(folded.clone(), dw_around.clone()) for _ in range(3)]
+    results = [op(d, w, scale, whole[:, 2:-1]) for op, (d, whole) in
+               zip((unfold_, unfold_, kernels.unfold_reference_), tries)]
+    (d, ours), (_, again), (cleared, eager) = tries
+    assert_as_good_as_eager("dw", ours[:, 2:-1], exact[0], eager[:, 2:-1])
+    assert_as_good_as_eager("dscale", results[0], exact[1], results[2])
+    assert torch.equal(ours, again) and torch.equal(results[0], results[1])
+    assert torch.equal(ours[:, :2], kept[:, :2]) and torch.equal(ours[:, -1:], kept[:, -1:])
+    assert not d.any() and not cleared.any()
+
+
 # --- all of them
 
 
@@ -244,6 +276,9 @@ def every_update(device, dtype=torch.bfloat16, shape=(2, 6, 10)):
     yield normalize_variance_, dict(x_BRC=p, v2=v[:, :, :1].contiguous(), beta2=one)
     low = torch.zeros(shape, dtype=torch.uint16, device=device)
     yield cautious_update_, dict(p_BRC=p, low=low, x=g, lr_B=torch.ones(len(p), device=device), wd=one)
+    scale = torch.ones(len(p), device=device)
+    yield fold_, dict(folded_BFD=g, w_BFD=p, scale_B=scale)
+    yield unfold_, dict(dfolded_BFD=g, w_BFD=p, scale_B=scale, dw_BFD=p.clone())
 
 
 REFUSALS = [("p", torch.Tensor.mT.__get__, "p must be contiguous"), ("g", lambda g: g[:1], "g must have p's shape"),
@@ -254,7 +289,9 @@ REFUSALS = [("p", torch.Tensor.mT.__get__, "p must be contiguous"), ("g", lambda
             ("v2", torch.Tensor.double, "v2 must be contiguous"), ("beta2", lambda b: b.repeat(2), "beta2 must be one"),
             ("p_BRC", torch.Tensor.float, "for bf16 only"), ("low", lambda low: None, "for bf16 only"),
             ("low", torch.Tensor.int, "low must be contiguous torch.uint16"), ("lr_B", lambda lr: lr[:1], "lr must be"),
-            ("wd", torch.Tensor.double, "wd must be one"), ("x", lambda x: x[:1], "x must have p's shape")]
+            ("wd", torch.Tensor.double, "wd must be one"), ("x", lambda x: x[:1], "x must have p's shape"),
+            ("folded_BFD", torch.Tensor.mT.__get__, "folding takes"), ("w_BFD", lambda w: w[0], "folding takes"),
+            ("scale_B", lambda scale: scale[:1], "folding takes"), ("dw_BFD", torch.Tensor.float, "folding takes")]
 
 
 @pytest.mark.parametrize("argument,spoil,match", REFUSALS, ids=[f"{a}-{m}" for a, _, m in REFUSALS])
