@@ -53,7 +53,9 @@ def test_what_is_wrong_is_not_timed(sizes, force_kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "norm_rotary", lambda *x, **options: [1.1 * y for y in norm_rotary(*x, **options)])
     monkeypatch.setattr(kernels, "transpose_add", lambda src, dst: transpose_add(2 * src, dst))
     assert not ops.check("pointwise", sizes) and not ops.check("transposes", sizes) and ops.check("lookup", sizes)
-    first, second = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2, told
+    first, second = told
     assert first.startswith("norm_rotary is wrong, so pointwise is not timed: result 0 errs by ")
     assert second == "transpose_add is wrong, so transposes is not timed: result 1 is not the reference's to the bit."
 
