@@ -9,6 +9,10 @@ from torch import Tensor
 
 import triton_kernels as kernels
 
+# Of one tensor, by the names that torch 2.13 gave them: there the old ones warn, on every rank.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def agree(have: frozenset[str], before: frozenset[str] | None = None) -> None:
     """Raise RuntimeError, the same on every rank, unless all ranks have gradients of the same parameters.
@@ -64,7 +68,7 @@ class RowExchange:
         self.upto = self.mask.cumsum(0, dtype=torch.int32)
         counts = self.upto[self.owned - 1 :: self.owned].diff(prepend=self.upto.new_zeros(1))
         everyone = counts.new_empty(self.world_size * self.world_size)
-        dist.all_gather_into_tensor(everyone, counts)
+        all_gather(everyone, counts)
         host = torch.empty(self.world_size, self.world_size, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self.counts = host.copy_(everyone.view_as(host), non_blocking=True)
         if self.counted:

@@ -61,7 +61,7 @@ import dc_triton_kernels
 import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
-from exchange import RowExchange, agree
+from exchange import RowExchange, agree, all_gather, reduce_scatter
 from preflight import RunLog, launched_ranks
 
 # === §1 Config ===
@@ -1288,7 +1288,7 @@ class NorMuonAndAdam:
                 state.pending = [dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)]
             else:
                 state.grad = torch.empty_like(state.shard)
-                state.pending = [dist.reduce_scatter_tensor(state.grad, grad, op=dist.ReduceOp.AVG, async_op=True)]
+                state.pending = [reduce_scatter(state.grad, grad, op=dist.ReduceOp.AVG, async_op=True)]
 
     def _update(self, state: ParamState) -> None:
         """Wait for the gradient, update the own slice, launch the gather."""
@@ -1306,7 +1306,7 @@ class NorMuonAndAdam:
         state.grad = None
         if self.world_size > 1 and not state.replicated:
             full = state.matrices(state.param.data)
-            state.pending = [dist.all_gather_into_tensor(full, state.shard, async_op=True)]
+            state.pending = [all_gather(full, state.shard, async_op=True)]
 
     def _finish(self, active: list[ParamState], units: list[ParamState], do_adam: bool) -> None:
         """Wait for the gathers, lm_head's first, and clear the gradients that were used, in place."""
@@ -1345,7 +1345,7 @@ class NorMuonAndAdam:
         if state.replicated or self.world_size == 1:
             return own
         full = own.new_empty(self.world_size * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(full.view(torch.uint8), own.view(torch.uint8))
+        all_gather(full.view(torch.uint8), own.view(torch.uint8))
         return full
 
     def tensors(self) -> Iterator[tuple[str, ParamState, Tensor]]:
