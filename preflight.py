@@ -75,8 +75,10 @@ def choose_fp8(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[b
     """(on, why): where the device has it, for models in bfloat16."""
     if wanted == "off":
         return False, "as asked"
+    if dtype != torch.bfloat16:
+        return False, f"{str(dtype).removeprefix('torch.')} models train without it"
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return able and dtype == torch.bfloat16, f"this device has {'' if able else 'no '}FP8"
+    return able, f"this device has {'' if able else 'no '}FP8"
 
 
 def check_compiler() -> str:
@@ -98,7 +100,7 @@ def check_logs(folder: Path, run_id: str) -> str:
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(2**20))  # as much as a log takes at least, should the disk be full
+        probe.write_bytes(bytes(2**20))  # more than a log takes, should the disk be full
         probe.unlink()
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -163,6 +165,22 @@ class RunLog:
         self.write(f"##### END {name} #####")
 
 
+def cell(value: object) -> str:
+    """One value of a table as text."""
+    if value is True:
+        return "yes"
+    text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return "-" if value is None or value is False or not text else text
+
+
+def format_table(rows: list[dict]) -> str:
+    """Rows with the same keys, which become the heading, as aligned text."""
+    cells = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
 def commit(root: Path) -> str:
     """The commit of the source folder, with '(dirty)' where files differ from it."""
     try:
@@ -177,7 +195,7 @@ def commit(root: Path) -> str:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what a run imports."""
+    """Versions of what a run and its data tools import."""
     found = {}
     for name in ("torch", "triton", "numpy", "tiktoken", "huggingface_hub", "tqdm"):
         with contextlib.suppress(metadata.PackageNotFoundError):

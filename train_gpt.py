@@ -8,7 +8,7 @@ Every run writes logs/<run_id>.txt: its own source, its configuration, and the f
 
 Jump with: grep -n '^# === §' train_gpt.py
   §1 Config      layer plan, gate lanes, parameter table, stages, presets: every number one may tune
-  §2 Runtime     ranks, devices, the log, the checks that speak
+  §2 Runtime     ranks, devices, the log's header, what must agree to resume
   §3 Operations  norm, YaRN and rotary, attention dispatch, gates
   §4 Model       parameter banks, GPT
   §5 Optimizer   NorMuonAndAdam: scatter, work, finish, split
@@ -62,11 +62,11 @@ import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
 from exchange import RowExchange, agree, all_gather, reduce_scatter
-from preflight import RunLog, launched_ranks
+from preflight import RunLog, format_table, launched_ranks
 
 # === §1 Config ===
-# Owns every number one may tune. What changes the mathematics (plan, lanes, inits, parameter rows, stages) needs a new
-# baseline; preset sizes and paths do not.
+# Owns every number one may tune, but for first values of whole parameters (parameter_plan, §4) and YaRN's (yarn, §3).
+# What changes the mathematics (plan, lanes, parameter rows, stages) needs a new baseline; preset sizes, paths do not.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class LayerSpec:
     window: str = "short"  # attention window: "short", "long", or "none" for a layer without attention
     paired: bool = False  # heads h and h + N/2 share one stream of 2T positions
     key_offset: bool = False  # second half of every key comes from the token before
-    value_embed: int | None = None  # plane of value_embeds added to V
+    value_embed: int | None = None  # plane of value_embeds added to V; planes count from 0, a layer each
     reads: str = ""  # attention reads this cache instead of the current residual
     gates: tuple[str, ...] = ()  # gate lanes the layer uses: names of GATES below
     gate_from_here: bool = False  # the post gate is computed from the residual at the top of this layer
@@ -135,14 +135,15 @@ class Lane(NamedTuple):
 GATES = (
     (Gate("xsa", 0, 0.0),),
     (Gate("attn", 0, 0.25),),
-    (Gate("x0", 1, 0.0), Gate("bigram", 1, 0.05)),
+    (Gate("x0", 1, 0.0), Gate("bigram", 1, 0.05)),  # ModelConfig.bigram_init replaces the 0.05
     (Gate("skip", 1, 0.5),),
     (Gate("dc_w1", 0, 1.0),),
     (Gate("dc_w2", 0, 0.0),),
 )
 MUDD_SCALE = 0.1  # constant; biases are stored as init / scale
 
-# MUDD block of the last layer: per-token coefficients.
+# MUDD block of the last layer: per-token coefficients. Layer numbers here are for show=gates; the caches embed and mid
+# are read by name, in GPT.residual and GPT.extra_values.
 MUDD_LANES = (
     Lane("value", 10, 3, 0.0),  # of the caches embed, mid and the residual, added to V
     Lane("residual", 10, 3, 0.0),  # of the same three, added to the residual before attention
@@ -168,7 +169,7 @@ class ParamSpec:
     label: str
     optim: str  # "normuon" (every step) or "adam" (odd steps, on the sum of two steps' gradients)
     comms: str  # "sharded" (reduce-scatter, all-gather), "sparse" (touched rows, all-gather), "replicated" (all-reduce)
-    work: int  # place in the order in which updates run: small and quick ones first, orthogonalisation last
+    work: int  # place in the order of updates: quick ones first, matrices last; replicated Adam rows go together
     betas: tuple[float, float] | None = None  # Adam only
     lr_mul: float = 1.0
     wd_mul: float = 1.0
@@ -225,14 +226,20 @@ class ModelConfig:
     vocab_size: int = 50257  # padded to the next multiple of 128; the padding columns take part in the softmax
     bigram_rows: int = 377280
     sign_rows: int = 8192  # rows of the +-1 table that tells colliding bigrams apart; 0: no sign trick
-    bigram_init: float = 0.05  # first value of every bigram gate
+    bigram_init: float = 0.05  # first value of the bigram gates; that of MUDD_LANES is its own
     gate_scale: float = 0.1  # multiplies every gate's output
     learned_gate_scale: bool = True
     fp8_mlp: bool = True  # up projection in FP8 while training, where FP8 is on at all
     gate_hidden: int = 64
-    smear_dims: int = 12  # leading dims that feed the smear gate; half of each input feeds a value-embedding gate
+    smear_dims: int = 12  # leading dims that feed the smear gate; value-embedding gates read half as many of each input
     dc_window: int = 112  # keys per query in the DC correction, itself included
     dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        known = {"short", "long", "none", "", *(gate.name for kinds in GATES for gate in kinds)}
+        words = {word for spec in self.plan for word in (spec.window, spec.reads, spec.skip_from, *spec.gates)}
+        if unknown := words - known - {spec.save_as for spec in self.plan}:
+            raise ValueError(f"the plan names {sorted(unknown)}, which are no window, gate or cache: correct its rows.")
 
     @property
     def dim(self) -> int:
@@ -273,7 +280,7 @@ class Stage:
     short: int
     long: int
     lr_mul: float
-    mtp: tuple[tuple[float, float], ...]  # multi-token weights: (at the start, at the end) per further token
+    mtp: tuple[tuple[float, float], ...]  # weights (at the start, at the end) of the next token and each further one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +369,7 @@ class RunConfig:
 
 
 def _demo() -> RunConfig:
-    """The eleven-layer plan at toy width on byte-level English; a few minutes on two CPU cores."""
+    """The eleven-layer plan at toy width on byte-level English; some two minutes on two idle CPU cores."""
     stages = tuple(
         dataclasses.replace(stage, batch_tokens=tokens, max_doc_len=doc)
         for stage, (tokens, doc) in zip(ScheduleConfig().stages, ((2048, 256), (4096, 512), (6144, 768)), strict=True)
@@ -469,9 +476,9 @@ def validated(cfg: RunConfig) -> RunConfig:
 
 
 # === §2 Runtime ===
-# Owns ranks, devices, the log's header, what must agree to resume. Changing it needs no new baseline.
+# Owns ranks, devices, the log's header, what must agree to resume. Changing it needs no new baseline, PIECES excepted.
 
-PIECES = 8  # a global batch is cut into as many pieces on any number of GPUs, so that all of them see the same data
+PIECES = 8  # every global batch is cut into so many, on any number of GPUs up to it, so that all see the same data
 ROOT = Path(__file__).resolve().parent
 SOURCES = ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py", "exchange.py")  # decide a run's numbers
 MAY_DIFFER = {"run_id", "resume", "checkpoint_every", "val_every", "show"}  # options, where a run goes on
@@ -507,6 +514,7 @@ class Runtime:
 def check_world_size(cfg: RunConfig, world_size: int) -> str:
     """One sentence where this many ranks cannot share the global batches evenly, else ''."""
     plan, shared = parameter_plan(cfg.model), {stage.batch_tokens for stage in stages_by_step(cfg)}
+    check_param_table(cfg.table, plan)
     shared |= {plan[row.label].shape[0] for row in cfg.table if row.optim == "adam" and row.comms != "replicated"}
     allowed = [n for n in (1, 2, 4, *range(PIECES, 129, PIECES)) if all(size % n == 0 for size in shared)]
     if world_size in allowed:
@@ -517,7 +525,7 @@ def check_world_size(cfg: RunConfig, world_size: int) -> str:
 
 
 def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
-    """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line a fault."""
+    """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line per fault."""
     problems = [check_world_size(cfg, world_size), preflight.check_device(cfg.preset, world_size)]
     problems += [preflight.check_choices(cfg.fp8, cfg.attention), preflight.check_logs(Path("logs"), cfg.run_id)]
     plan, saved, total = None, None, cfg.total_steps
@@ -575,10 +583,10 @@ def log_header(log: RunLog, cfg: RunConfig, runtime: Runtime, sources: dict[str,
 
 
 # === §3 Operations ===
-# Owns the small functions of the forward pass; the fused ones live in triton_kernels.py and dc_triton_kernels.py.
+# Owns the small functions of the forward pass; fused ones live in *triton_kernels.py. Any change needs a new baseline.
 
 Stream = Tensor | kernels.Scaled
-Mixture = list[tuple[Tensor | None, Stream]]  # (lambda, per-row gate or None for 1; stream) pairs to be summed
+Mixture = list[tuple[Tensor | None, Stream]]  # (coefficient, stream) to be summed: a lambda, a gate or None for 1
 
 
 def mix(mixture: Mixture, *, normed: bool, **options) -> tuple[Stream | None, ...]:
@@ -608,7 +616,7 @@ def rotary_tables(freqs: Tensor, positions: int, dtype: torch.dtype) -> tuple[Te
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def gate_lanes(
+def lane_values(
     x_TD: Tensor, lanes: Sequence[Lane], mlp: Sequence[Tensor], block: int, scale: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Per-token coefficients (T, width) of each lane: a two-layer GELU MLP, not squashed; block of w1, w2 and b2."""
@@ -641,6 +649,8 @@ def attend(
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
     """(implementation, why), agreed among ranks. `auto`: our kernel where it agrees with the reference everywhere."""
+    if kernels.REFERENCE_OPS:
+        return "reference", "REFERENCE_OPS=1"
     if wanted != "auto" or device.type != "cuda":
         return ("reference", "no GPU") if wanted == "auto" else (wanted, "as asked")
     other = "torch" if dtype.itemsize == 2 else "reference"  # FlashAttention takes 16 bits only
@@ -671,7 +681,7 @@ class Batch(NamedTuple):
 
 
 class View(NamedTuple):
-    """How far and by what the model looks in the current stage."""
+    """Attention's windows, scale and implementation in the current stage, and whether FP8 is on."""
 
     short: int  # attention windows, tokens
     long: int
@@ -747,7 +757,7 @@ class ParamInit(NamedTuple):
 def parameter_plan(cfg: ModelConfig, world_size: int = 1) -> dict[str, ParamInit]:
     """Every parameter of the model by label.
 
-    Banks are padded so that every rank owns as many matrices; their padding is zero and stays so, but for the unused
+    Banks are padded so that all ranks own equally many matrices; their padding is zero and stays so, but for the unused
     MLP slots, which v3 draws too.
     """
     D, H, N, L, V = cfg.dim, cfg.head_dim, cfg.heads, len(cfg.plan), cfg.vocab_padded
@@ -832,13 +842,13 @@ class GPT(nn.Module):
         self.cos, self.sin = rotary_tables(freqs.to(self.embed.device), positions, self.embed.dtype)
 
     def matrices(self, of: Callable[[Tensor], Tensor] = lambda bank: bank) -> tuple[Tensor, ...]:
-        """What lambdas scale of the banks, or `of` them, without padding: qk (A, 2D, D), v, o, down."""
+        """The banks' matrices that lambdas scale, no padding: qk (A, 2D, D), v, o, down. `of` maps each bank first."""
         (qk, vo, mlp), D = map(of, (self.qk_bank, self.vo_bank, self.mlp_bank)), self.cfg.dim
         v, o = vo[: 2 * len(self.attn_layers)].view(-1, 2, D, D).unbind(1)
         return qk.view(-1, D)[: 2 * D * len(v)].view(-1, 2 * D, D), v, o, mlp[: len(self.cfg.plan), 1]
 
     def lambdas(self) -> tuple[Tensor, ...]:
-        """The numbers that scale them."""
+        """For each tensor of matrices(), the lambda of each of its matrices."""
         low, wide = self.embed.dtype, torch.promote_types(self.embed.dtype, torch.float32)
         into_qkv, into_o = self.scalars[:-2].view(-1, 2).unbind(1)
         post_attn, post_mlp = self.post_lambdas.to(low).to(wide).masked_fill(self.muddy, 1).unbind(1)
@@ -926,33 +936,35 @@ class GPT(nn.Module):
         x0, bigram = kernels.fan(x0), kernels.fan(bigram)
         s = Streams(bigram, list(zip(value_embeds, self.ve_gate_bank.unbind())), {}, {}, {}, {})
         self.add_gates(next(x0), x0, s, post=False)
-        x, n = mix([(None, next(x0)), (s.gates["bigram", 0], next(bigram))], normed=True)
+        injected = [(s.gates["bigram", 0], next(bigram))] if ("bigram", 0) in s.gates else []
+        x, n = mix([(None, next(x0)), *injected], normed=True)
         s.caches["embed"] = kernels.fan(x)
         return next(s.caches["embed"]), n, x0, s
 
     def add_gates(self, x: Tensor, x0: Iterator[Tensor], s: Streams, post: bool) -> None:
         """Compute the pre or post gate from x, and what its lanes let through of x0 and the bigram stream."""
-        gates = self.gate(x, post)
+        gates = self.forward_mudd_gate(x, post)
         s.gates.update(gates)
         pairs = {
             i: (gates.get(("x0", i)), gates.get(("bigram", i)) if i else None)  # layer 0's made its input
             for i, spec in enumerate(self.cfg.plan)
-            if ("x0", i) in gates and not spec.mudd
+            if (("x0", i) in gates or i and ("bigram", i) in gates) and not spec.mudd
         }
-        s.injections.update(zip(pairs, kernels.injections(pairs.values(), next(x0), next(s.bigram))))
+        if pairs:
+            s.injections.update(zip(pairs, kernels.injections(pairs.values(), next(x0), next(s.bigram))))
 
-    def gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
+    def forward_mudd_gate(self, x: Tensor, post: bool) -> dict[tuple[str, int], Tensor]:
         """Lanes of the pre or post gate, computed from the un-normalised x."""
         lanes, mlp = self.cfg.gate_lanes(post), (self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2)
         scale = self._mudd_gate_scale if self.cfg.learned_gate_scale else self.cfg.gate_scale
-        parts = gate_lanes(x, lanes, mlp, int(post), scale, x.dtype)
+        parts = lane_values(x, lanes, mlp, int(post), scale, x.dtype)
         return {(lane.name, lane.layer): part for lane, part in zip(lanes, parts)}
 
     def mudd(self, x: Tensor, block: int) -> dict[str, Tensor]:
         """Coefficients by lane, (T, width), fp32: multiway dynamic dense connections (Xiao et al. 2025)."""
         lanes = OUTPUT_LANES if block else MUDD_LANES
         wide = torch.promote_types(x.dtype, torch.float32)
-        parts = gate_lanes(x, lanes, (self.mudd_w1, self.mudd_w2, self.mudd_b2), block, MUDD_SCALE, wide)
+        parts = lane_values(x, lanes, (self.mudd_w1, self.mudd_w2, self.mudd_b2), block, MUDD_SCALE, wide)
         return {lane.name: part for lane, part in zip(lanes, parts)}
 
     def layer(
@@ -982,7 +994,8 @@ class GPT(nn.Module):
     def residual(self, i: int, x: Stream, y: Tensor, w: Weights, s: Streams, mu: dict[str, Tensor] | None) -> Mixture:
         """What the residual becomes after attention put out y: by lambdas and gate lanes, or by the MUDD lanes."""
         if mu is None:
-            return [(None if isinstance(x, kernels.Scaled) else w.resid[i][0], x), (None, y), (None, s.injections[i])]
+            injected = [(None, s.injections[i])] if i in s.injections else []
+            return [(None if isinstance(x, kernels.Scaled) else w.resid[i][0], x), (None, y), *injected]
         # MUDD adds three streams to the residual, then scales it, adds y and injects: one sum of five.
         embed, mid, again = (mu["attn_resid"] * mu["residual"]).split(1, dim=-1)
         return [
@@ -1028,7 +1041,8 @@ class GPT(nn.Module):
         xsa, gate = s.gates.get(("xsa", i)), s.gates.get(("attn", i))
         if xsa is not None or gate is not None:
             y = kernels.finish_heads(y, v, xsa, gate)
-        return kernels.linear(y.reshape(n.shape), *zip(w.o[slot]))[0]
+        o, grad = w.o[slot]
+        return kernels.linear(y.reshape(n.shape), (o,), (grad,))[0]
 
     def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""
@@ -1063,7 +1077,7 @@ class ParamState:
     param: nn.Parameter
     shard: Tensor  # view of param: own rows (Adam) or own matrices (NorMuon); everything where replicated
     hyper: Tensor | None = None  # this step's numbers, a slice of the optimizer's device buffer
-    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work
+    grad: Tensor | None = None  # own slice of the reduced gradient, between scatter and work; always of a part
     pending: list[dist.Work] = field(default_factory=list)
     steps: int = 0  # Adam updates so far
     exp_avg: Tensor | None = None  # Adam moments, fp32
@@ -1090,11 +1104,14 @@ class ParamState:
 
 def check_param_table(table: Iterable[ParamSpec], labels: Iterable[str]) -> None:
     """Rows and parameters must match one to one. Raises ValueError naming every label that does not."""
-    rows, labels = [spec.label for spec in table], list(labels)
+    table, labels = list(table), list(labels)
+    rows = [spec.label for spec in table]
+    known = ("normuon sharded", "adam sharded", "adam sparse", "adam replicated")
     faults = {
         "parameters without a row": sorted(set(labels) - set(rows)),
         "rows without a parameter": sorted(set(rows) - set(labels)),
         "rows given twice": sorted({row for row in rows if rows.count(row) > 1}),
+        "optim or comms unknown": sorted(spec.label for spec in table if f"{spec.optim} {spec.comms}" not in known),
     }
     told = "; ".join(f"{what}: {', '.join(which)}" for what, which in faults.items() if which)
     if told:
@@ -1236,7 +1253,8 @@ class NorMuonAndAdam:
         """Update all NorMuon parameters and, with do_adam, all Adam parameters.
 
         Adam gradients are kept where do_adam is False, so the next step sees their sum. A parameter without a gradient
-        on every rank is skipped; one that lacks it on some ranks only raises RuntimeError on all of them.
+        on every rank is skipped; one that lacks it on some ranks only raises RuntimeError on all of them. A set that
+        changes after the first step of its kind raises where it changed.
         """
         active = [
             s for s in self.states.values() if (do_adam or not s.is_adam) and (self.split or s.spec.label != "embed")
@@ -2057,18 +2075,15 @@ def gate_rows(cfg: RunConfig) -> list[dict]:
     gates = [(f"{when} gate", m.gate_lanes(post=when == "post"), m.gate_scale) for when in ("pre", "post")]
     for block, lanes, scale in (*gates, ("mudd", MUDD_LANES, MUDD_SCALE), ("output mudd", OUTPUT_LANES, MUDD_SCALE)):
         for lane, columns in zip(lanes, lane_slices(lanes).values()):
-            row = {
-                "block": block,
-                "lanes": f"{columns.start}-{columns.stop - 1}",
-                "name": lane.name,
-                "layer": lane.layer,
-            }
+            row = {"block": block, "lanes": f"{columns.start}-{columns.stop - 1}"}
+            row |= {"name": lane.name, "layer": lane.layer}
             rows.append(row | {"first value": f"{lane.init:.4g}", "stored bias": f"{lane.init / scale:.4g}"})
     return rows
 
 
 def param_rows(cfg: RunConfig) -> list[dict]:
     plan, rows = parameter_plan(cfg.model, world_size=PIECES), []
+    check_param_table(cfg.table, plan)
     for spec in cfg.table:
         shape, dtype, _ = plan[spec.label]
         size = {"shape on 8 GPUs": "x".join(map(str, shape)), "count": f"{math.prod(shape):,}"}
@@ -2097,22 +2112,6 @@ def schedule_rows(cfg: RunConfig) -> list[dict]:
         row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
         rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
     return rows
-
-
-def cell(value: object) -> str:
-    """One value of a table as text."""
-    if value is True:
-        return "yes"
-    text = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-    return "-" if value is None or value is False or not text else text
-
-
-def format_table(rows: list[dict]) -> str:
-    """Rows with the same keys, which become the heading, as aligned text."""
-    cells = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 TABLES = {"plan": plan_rows, "gates": gate_rows, "params": param_rows, "schedule": schedule_rows}  # show=
@@ -2168,7 +2167,7 @@ def run(cfg: RunConfig) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Options in, exit code out: 0; 2 after a sentence a problem on stderr; Stopped's own; 130 for an early Ctrl+C."""
+    """Takes options, returns the exit code: 0; 2 after a sentence per problem; Stopped's own; 130 for early Ctrl+C."""
     if {"-h", "--help"} & set(argv):
         options = "".join(f"\n    {name}={getattr(RunConfig(), name)}" for name in OPTIONS)
         print(__doc__.partition("\n\nEvery run")[0], f"\n\nOptions and the record preset's values:{options}")

@@ -1,4 +1,5 @@
-"""triton_kernels.py: the trainer's GPU kernels. Every operation is a triple:
+"""triton_kernels.py: the trainer's GPU kernels. Every operation is a triple, but for `product` and `linear`, whose
+reference is torch's own product, and `fan` and `leading`, which only route gradients:
 
     op_reference  eager torch, on any device, in its inputs' dtype up to fp64; fp32 or better inside for 16-bit inputs
     _op_kernel    Triton
@@ -13,7 +14,7 @@ tables named *_TILES, keyed by what decides them, with their source. dc_triton_k
 Jump with: grep -n '^# === ' triton_kernels.py
   Common                               Triton where there is one, dispatch, checks, cards, alignment
   Attention                            causal, sliding window, packed documents; paired heads; torch's own; a probe
-  Pointwise                            residual mixing with its norm, smear, norm and rotary, XSA, value embeddings
+  Pointwise                            residual mixing with its norm, injections, smear, norm and rotary, XSA, values
   Lookup                               rows of tables, gradients added in place
   Symmetric products                   X X^T, X^T X, b A + c A A^T, Polar Express
   Linear + relu2 and FP8 quantization  quantized weights and activations, products, attention's heads, the MLP
@@ -462,7 +463,7 @@ def probe_attention(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
 
 # === Pointwise ===
 # T tokens · D model dim · N heads · H head dim · K streams. Everything is computed in fp32 and rounded once, on the way
-# out. A program takes a few rows, whole, so each number is read once and written once.
+# out. A program takes a few rows, whole, so most numbers are read once, and all are written once.
 
 NORM_EPS = torch.finfo(torch.float32).eps  # 2**-23, for every dtype
 # Rows of a program: the best of seven to ten tries on an H200 at D = 768, H = 128 (2026-11-30, Triton 3.6). A row
@@ -640,7 +641,7 @@ def _steps(coefs):
     return tuple(0 if c is None or c.numel() == 1 else c.stride(0) for c in coefs)
 
 
-def _mix_launch(name, s):
+def _mix_settings(name, s):
     """Programs and constants for streams like s."""
     (T, D), tiles = s.shape, dict(POINTWISE_TILES[name])
     columns = triton.next_power_of_2(D)
@@ -662,7 +663,7 @@ def mix_forward(
     """x and n, (T, D) each, and every program's maximum of |n|; empty where unwanted."""
     wanted = keep_x, normed, peaks
     results = _mix_empty_results(coefs, streams, normed, keep_x, peaks)
-    launch = _mix_launch("mix forward, peaks" if peaks else "mix forward", streams[0])
+    launch = _mix_settings("mix forward, peaks" if peaks else "mix forward", streams[0])
     _launch_mix(_mix_forward_kernel, launch, [r if want else None for r, want in zip(results, wanted)], coefs, streams)
     return results
 
@@ -670,7 +671,7 @@ def mix_forward(
 @mix_forward.register_fake
 def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False):
     s = streams[0]
-    programs = _mix_launch("mix forward, peaks", s)[0] if peaks else 0
+    programs = _mix_settings("mix forward, peaks", s)[0] if peaks else 0
     x, n = (s.new_empty(s.shape if want else (0,)) for want in (keep_x, normed))
     return x, n, s.new_empty(programs, dtype=torch.float32)
 
@@ -688,7 +689,7 @@ def mix_backward(
     sums, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs)
     dx, dn = (g if g is None else g.contiguous() for g in (dx, dn))
     targets = tuple(g if g.numel() else None for g in grads)
-    launch = _mix_launch("mix backward", streams[0])
+    launch = _mix_settings("mix backward", streams[0])
     partials = sums.new_empty(C, launch[0]) if any(scalars) else None
     _launch_mix(_mix_backward_kernel, launch, (dx, dn, partials), coefs, streams, targets[:C], targets[C:],
                 SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)))
@@ -1085,7 +1086,7 @@ def _smear_backward_kernel(
 
 
 def _launch_smear(kernel, name, before, e, gate_w, lam, *results):
-    (programs, launch), e = _mix_launch(name, e), _pointwise_rows(e)
+    (programs, launch), e = _mix_settings(name, e), _pointwise_rows(e)
     kernel[programs,](*before, e, gate_w.contiguous(), lam, *results, e.stride(0), len(e), W=gate_w.shape[1], **launch)
 
 
@@ -1105,7 +1106,7 @@ def _smear_empty_result(e, gate_w, lam):
 def smear_backward(dn: Tensor, e: Tensor, gate_w: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     """de, and (W + 1,) fp32, the gradients of gate_w and of lam."""
     de, sums = _smear_empty_gradients(dn, e, gate_w, lam)
-    programs = _mix_launch("smear backward", e)[0]
+    programs = _mix_settings("smear backward", e)[0]
     partials = sums.new_empty(len(sums), programs)
     _launch_smear(_smear_backward_kernel, "smear backward", (dn.contiguous(),), e, gate_w, lam, de, partials)
     _mix_scalars_kernel[len(sums),](partials, sums, programs, **MIX_SCALARS_TILES)
@@ -1580,7 +1581,7 @@ def _launch_add_values(kernel, launch, v, ve, near, w, *results):
 @torch.library.custom_op("speedrun::add_values_forward", mutates_args=())
 def add_values_forward(v: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> Tensor:
     y = _add_values_empty_result(v, ve, near, w)
-    launch = _mix_launch("add_values forward", ve)
+    launch = _mix_settings("add_values forward", ve)
     _launch_add_values(_add_values_forward_kernel, launch, v, ve, near, w, y)
     return y
 
@@ -1594,7 +1595,7 @@ def _add_values_empty_result(v, ve, near, w):
 def add_values_backward(dy: Tensor, ve: Tensor, near: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dve, dnear, and w's gradient in fp32, flat."""
     dve, dnear, sums = _add_values_empty_gradients(dy, ve, near, w)
-    launch = _mix_launch("add_values backward", ve)
+    launch = _mix_settings("add_values backward", ve)
     partials = sums.new_empty(len(sums), launch[0])
     _launch_add_values(_add_values_backward_kernel, launch, dy, ve, near, w, dve, dnear, partials)
     _mix_scalars_kernel[len(sums),](partials, sums, launch[0], **MIX_SCALARS_TILES)
@@ -2200,8 +2201,8 @@ def _(x):
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x8, scale) with x ~ x8 * scale: x8 e4m3, contiguous, scale a 0-d fp32 tensor at a 16-byte boundary.
 
-    In    x floating point, any shape and strides (copied where not contiguous)
-    Grad  none: the result is detached.  Reference: quantize_reference
+    For tests and timing: the model's products call what it launches. x floating point, any shape and strides (copied
+    where not contiguous). No gradient: the result is detached. Reference: quantize_reference
     """
     if not use_kernel(x) or x.dtype == torch.float64:
         return quantize_reference(x)
@@ -2561,10 +2562,10 @@ def _mlp_kernel(left, right, post, out, left_scale, right_scale, left_line, righ
             out.store([t, f + half * HALF], value.to(out.dtype))
 
 
-def _launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
-    """relu(left right^T)^2, or with post the backward product, as _mlp_kernel says; product: a key of MLP_TILES."""
+def _launch_mlp(which, left_TD, right_FD, post_TF=None, scales=(None, None), dtype=None):
+    """relu(left right^T)^2, or with post the backward product, as _mlp_kernel says; which: of MLP_TILES."""
     card, processors = card_of(left_TD.device)
-    launch = dict(MLP_TILES[card, product])
+    launch = dict(MLP_TILES[card, which])
     (T, D), F = left_TD.shape, len(right_FD)
     out_TF = aligned_empty(left_TD, T, F, dtype=dtype)
     if out_TF.numel() == 0:
@@ -2579,7 +2580,7 @@ def _launch_mlp(product, left_TD, right_FD, post_TF=None, scales=(None, None), d
     left, right, post, out = (x if x is None or card == "small" else TensorDescriptor.from_tensor(x, block)
                               for x, block in views)
     _mlp_kernel[programs,](left, right, post, out, *scales, *(views[i][0].stride(0) for i in (0, 1, 3)), T, F, D,
-                          FP8=product == "fp8", BACKWARD=post is not None, **launch)
+                          FP8=which == "fp8", BACKWARD=post is not None, **launch)
     return out_TF
 
 
@@ -3787,7 +3788,7 @@ def head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x
     dx, dw = _head_gradients(x, g, needs_x, needs_head)
     if needs_x:
         dx_unit = dx_unit[:len(x)]
-        _launch_mix(_mix_forward_kernel, _mix_launch("mix forward", dx_unit), (dx, None, None), [grad_T], [dx_unit])
+        _launch_mix(_mix_forward_kernel, _mix_settings("mix forward", dx_unit), (dx, None, None), [grad_T], [dx_unit])
     if needs_head and g.dtype == E5M2:
         top = grad_T.abs().amax()
         share_T = grad_T / torch.where(top > 0, top, 1.0)

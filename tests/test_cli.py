@@ -19,6 +19,7 @@ from helpers import small_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import preflight
 import train_gpt
 from records import runlog
 from train_gpt import (
@@ -244,7 +245,7 @@ def test_show(capfd, workplace, table, options):
         at = 0
         for title, value in row.items():
             at = heading.index(title, at)
-            assert line[at:].startswith(train_gpt.cell(value)), f"{value} does not stand under {title}: {line}"
+            assert line[at:].startswith(preflight.cell(value)), f"{value} does not stand under {title}: {line}"
             at += len(title)
 
 

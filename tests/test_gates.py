@@ -252,7 +252,7 @@ def test_lanes_of_the_model(device, force_kernels):
         for p in (*mlp, scale) if held else ():
             p.grad = torch.zeros_like(p)
         buffers = [p.grad for p in (*mlp, scale)]
-        parts = train_gpt.gate_lanes(inputs[0], lanes, mlp, 1, scale, LOW)
+        parts = train_gpt.lane_values(inputs[0], lanes, mlp, 1, scale, LOW)
         assert torch.equal(torch.cat(parts, 1), want[0]) and [part.shape[1] for part in parts] == [2, 3]
         torch.autograd.backward(parts, weights.to(LOW).split([2, 3], dim=1))
         for p, buffer, g in zip((*mlp, scale), buffers, want[2:]):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -112,6 +113,45 @@ def test_agrees_with_the_plain_model_on_fresh_parameters(seed):
     with torch.no_grad():
         plain_eval = plain_forward(params, *inputs, **setting)
         torch.testing.assert_close(model(batch, view), plain_eval, rtol=0, atol=loss_budget)
+
+
+@pytest.mark.parametrize("layer,gates", [
+    (0, ()), (0, ("x0",)), (0, ("bigram",)), (2, ()), (4, ("bigram",)), (5, ("x0",)), (7, ("xsa",)),
+])  # fmt: skip
+def test_a_row_without_a_gate_is_one_whose_gate_is_zero(layer, gates):
+    """So editing a row of the plan is all it takes."""
+    plan = [dataclasses.replace(spec, gates=gates) if i == layer else spec for i, spec in enumerate(GOLDEN.plan)]
+    full, less = GPT(GOLDEN), GPT(dataclasses.replace(GOLDEN, plan=tuple(plan)))
+    randomize(full)
+    with torch.no_grad():
+        for name, p in less.named_parameters():
+            if name not in ("mudd_gate_w2", "mudd_gate_b2"):
+                p.copy_(getattr(full, name))
+        for post, name in itertools.product((False, True), ("mudd_gate_w2", "mudd_gate_b2")):
+            kept, all_ = (train_gpt.lane_slices(m.cfg.gate_lanes(post)) for m in (less, full))
+            assert set(kept) < set(all_) or post != (layer >= 4) and kept == all_
+            for lane, columns in all_.items():
+                source = getattr(full, name)[int(post), columns]
+                if lane in kept:
+                    getattr(less, name)[int(post), kept[lane]] = source
+                else:
+                    source.zero_()
+    batch, weights = awkward_batch(GOLDEN, 0), torch.tensor([1.0, 0.5], dtype=torch.float64)
+    freqs, scale = train_gpt.yarn([64], GOLDEN.head_dim)
+    losses = []
+    for m in full, less:
+        m.rotate_to(freqs, 2 * len(batch.inputs))
+        losses.append(m(batch, view_of((16, 64), scale), weights))
+        losses[-1].sum().backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=0)
+    torch.testing.assert_close(less.qk_bank.grad, full.qk_bank.grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("row", [dict(window="shrt"), dict(gates=("xas",)), dict(reads="middle"), dict(skip_from="x")])
+def test_a_word_that_the_plan_does_not_know(row):
+    plan = (dataclasses.replace(GOLDEN.plan[0], **row), *GOLDEN.plan[1:])
+    with pytest.raises(ValueError, match="the plan names .*(shrt|xas|middle|x)"):
+        dataclasses.replace(GOLDEN, plan=plan)
 
 
 def test_scaling_the_loss_scales_every_gradient():

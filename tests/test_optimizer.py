@@ -1,5 +1,6 @@
 """NorMuonAndAdam against the golden steps, against the formulas, on other tables and alone."""
 
+import dataclasses
 import math
 
 import pytest
@@ -405,6 +406,13 @@ def test_table_and_parameters_must_match(change, told):
 def test_table_rows_must_be_unique():
     with pytest.raises(ValueError, match="rows given twice: scalars"):
         NorMuonAndAdam(golden_params(), (*train_gpt.PARAM_TABLE, train_gpt.PARAM_TABLE[3]))
+
+
+@pytest.mark.parametrize("word", [dict(optim="adamm"), dict(comms="shard"), dict(optim="normuon")])
+def test_words_of_a_row_must_be_known(word):
+    table = [dataclasses.replace(row, **word) if row.label == "scalars" else row for row in train_gpt.PARAM_TABLE]
+    with pytest.raises(ValueError, match="optim or comms unknown: scalars"):
+        NorMuonAndAdam(golden_params(), table)
 
 
 def test_parameters_must_be_contiguous():
