@@ -400,6 +400,17 @@ def test_choices_that_need_a_gpu(refuse, data, word, sentence):
     refuse([*SMALL, word], sentence)
 
 
+def test_what_is_chosen_and_why(monkeypatch):
+    cpu = torch.device("cpu")
+    assert preflight.choose_fp8("off", cpu, torch.bfloat16) == (False, "as asked")
+    assert preflight.choose_fp8("auto", cpu, torch.float32) == (False, "float32 models train without it")
+    assert preflight.choose_fp8("auto", cpu, torch.bfloat16) == (False, "this device has no FP8")
+    assert train_gpt.choose_attention("auto", cpu, 16, torch.float32) == ("reference", "no GPU")
+    monkeypatch.setattr(train_gpt.kernels, "REFERENCE_OPS", True)
+    for word in "auto", "triton", "torch":
+        assert train_gpt.choose_attention(word, cpu, 16, torch.float32) == ("reference", "REFERENCE_OPS=1")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Refusals: data
 
@@ -696,7 +707,7 @@ def test_header(finished):
     assert len(lines) == len(starts) and all(line.startswith(start) for line, start in zip(lines, starts))
     assert re.fullmatch(r"commit: (unknown|[0-9a-f]{40,64}( \(dirty\))?)", lines[1])
     chosen, tokens, first, *_ = body.splitlines()
-    assert chosen == "attention: reference (no GPU); fp8: off (this device has no FP8)"
+    assert chosen == "attention: reference (no GPU); fp8: off (float64 models train without it)"
     assert tokens.startswith("tokens per step: 512 / 768 / 1024 / 1024")
     assert first.startswith("step:0/5 val_loss:")
 
