@@ -71,12 +71,12 @@ def check_choices(fp8: str, attention: str) -> str:
     return f"attention={attention} needs a GPU: use attention=auto or attention=reference on the CPU."
 
 
-def choose_fp8(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """(on, why): where the device has it, for models in bfloat16."""
-    if wanted == "off":
+def choose_fp8(cfg, device: torch.device) -> tuple[bool, str]:
+    """(on, why): where the device has it, for models in bfloat16; cfg: the run's RunConfig."""
+    if cfg.fp8 == "off":
         return False, "as asked"
-    if dtype != torch.bfloat16:
-        return False, f"{str(dtype).removeprefix('torch.')} models train without it"
+    if cfg.model.dtype != torch.bfloat16:
+        return False, f"{str(cfg.model.dtype).removeprefix('torch.')} models train without it"
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return able, f"this device has {'' if able else 'no '}FP8"
 

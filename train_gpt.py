@@ -62,7 +62,7 @@ import preflight
 import triton_kernels as kernels
 from checkpoints import Stopped, copy_into
 from exchange import RowExchange, agree, all_gather, reduce_scatter
-from preflight import RunLog, format_table, launched_ranks
+from preflight import RunLog, choose_fp8, format_table, launched_ranks
 
 # === §1 Config ===
 # Owns every number one may tune, but for first values of whole parameters (parameter_plan, §4) and YaRN's (yarn, §3).
@@ -2136,7 +2136,7 @@ def run(cfg: RunConfig) -> None:
     try:
         preflight.try_gpu(runtime.device, rank, world_size)
         attention, why = choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
-        fp8, why_fp8 = preflight.choose_fp8(cfg.fp8, runtime.device, cfg.model.dtype)
+        fp8, why_fp8 = choose_fp8(cfg, runtime.device)
         log = RunLog(Path("logs") / f"{cfg.run_id or uuid.uuid4()}.txt" if runtime.main else None)
         log_header(log, cfg, runtime, sources)
         if runtime.device.type == "cuda":

@@ -205,7 +205,7 @@ def work(job: dict) -> None:
     rank, local_rank, world_size = t.launched_ranks()
     runtime = t.start_runtime(local_rank, rank, world_size)
     attention, why = t.choose_attention(cfg.attention, runtime.device, cfg.model.head_dim, cfg.model.dtype)
-    fp8, _ = t.preflight.choose_fp8(cfg.fp8, runtime.device, cfg.model.dtype)
+    fp8, _ = t.choose_fp8(cfg, runtime.device)
     trainer = t.Trainer(cfg, t.data_plan(cfg, runtime.pieces), runtime, attention, fp8)
     columns = [measure_stage(t, trainer, job, stage) for stage in job["stages"]]
     if not job["times_only"]:

@@ -401,10 +401,10 @@ def test_choices_that_need_a_gpu(refuse, data, word, sentence):
 
 
 def test_what_is_chosen_and_why(monkeypatch):
-    cpu = torch.device("cpu")
-    assert preflight.choose_fp8("off", cpu, torch.bfloat16) == (False, "as asked")
-    assert preflight.choose_fp8("auto", cpu, torch.float32) == (False, "float32 models train without it")
-    assert preflight.choose_fp8("auto", cpu, torch.bfloat16) == (False, "this device has no FP8")
+    cpu, record = torch.device("cpu"), parse_options([])
+    assert train_gpt.choose_fp8(parse_options(["fp8=off"]), cpu) == (False, "as asked")
+    assert train_gpt.choose_fp8(parse_options(["preset=demo"]), cpu) == (False, "float32 models train without it")
+    assert record.fp8 == "auto" and train_gpt.choose_fp8(record, cpu) == (False, "this device has no FP8")
     assert train_gpt.choose_attention("auto", cpu, 16, torch.float32) == ("reference", "no GPU")
     monkeypatch.setattr(train_gpt.kernels, "REFERENCE_OPS", True)
     for word in "auto", "triton", "torch":

@@ -14,7 +14,6 @@ from helpers import small_run, write_random_shards
 from kernel_tools import GPU
 from small_ops import OPS, run
 
-import preflight
 import train_gpt
 import triton_kernels as kernels
 from train_gpt import NorMuonAndAdam, ParamSpec, Runtime, Trainer, TrainLoader
@@ -35,7 +34,7 @@ def toy(**changes) -> train_gpt.RunConfig:
 
 def trainer_of(cfg: train_gpt.RunConfig) -> Trainer:
     """With random weights in place of those that start at zero, so that every gradient is one."""
-    fp8, _ = preflight.choose_fp8(cfg.fp8, torch.device("cuda", 0), cfg.model.dtype)
+    fp8, _ = train_gpt.choose_fp8(cfg, torch.device("cuda", 0))
     runtime = Runtime(device=torch.device("cuda", 0))
     trainer = Trainer(cfg, train_gpt.data_plan(cfg, 8), runtime, "triton", fp8)
     torch.manual_seed(0)
