@@ -181,6 +181,18 @@ def _attention_inside(start, low, high, BLOCK: tl.constexpr):
 
 
 @jit
+def _attention_held(x, ROWS: tl.constexpr, H: tl.constexpr):
+    """x itself, (ROWS, H), laid out over the registers as a product's result is: as the left operand of products in a
+    loop it then stays there. From shared memory, which these kernels wait for, every product would read it again: for
+    32 keys at a time twice the bytes of the keys. The product that gives the layout is of zeros, and costs an eighth of
+    one iteration's. Narrower heads: ptxas 12.8 overwrites registers held this way (seen at 32)."""
+    if H < 64:
+        return x
+    zero = tl.dot(tl.zeros((ROWS, 16), x.dtype), tl.zeros((16, H), x.dtype), input_precision="ieee")
+    return (x.to(tl.float32) + zero).to(x.dtype)
+
+
+@jit
 def _attention_forward_kernel(
     q_desc, k_desc, v_desc, y_desc, lse_ptr, first_ptr, length, scale,
     H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, RUNNING_MAX: tl.constexpr,
@@ -189,25 +201,27 @@ def _attention_forward_kernel(
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4  # of the rows of lse and delta
     t = t0 + tl.arange(0, BLOCK_T)
-    q = q_desc.load([t0, head * H])
+    q = _attention_held(q_desc.load([t0, head * H]), BLOCK_T, H)
     first = tl.load(first_ptr + t, mask=t < length, other=0)
     scale *= 1.4426950408889634  # log2(e): exponentials are powers of two
     # Finite, so that a row none of whose keys has come yet gives exp2(-inf - finite) = 0 rather than NaN.
     largest = tl.full((BLOCK_T,), -1e30 if RUNNING_MAX else 0.0, tl.float32)
     total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)  # summed along the keys once, at the end
     y = tl.zeros((BLOCK_T, H), tl.float32)
+    common = tl.load(first_ptr + tl.minimum(t0 + BLOCK_T, length) - 1)  # from here to t0 every query sees every key
     begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
     for s0 in range(begin, end, BLOCK_S):
         logit = tl.dot(q, k_desc.load([s0, head * H]).T, input_precision="ieee")
-        inside = _attention_inside(s0, first, t, BLOCK_S)
         if RUNNING_MAX:
-            logit = tl.where(inside, logit, float("-inf"))
+            logit = tl.where(_attention_inside(s0, first, t, BLOCK_S), logit, float("-inf"))
             larger = tl.maximum(largest, tl.max(logit, 1) * scale)
             shrink = tl.exp2(largest - larger)[:, None]
             largest, total, y = larger, total * shrink, y * shrink
             p = tl.exp2(logit * scale - larger[:, None])
         else:
-            p = tl.where(inside, tl.exp2(logit * scale), 0.0)
+            p = tl.exp2(logit * scale)
+            if (s0 < common) | (s0 + BLOCK_S > t0 + 1):
+                p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         total += p
         v = v_desc.load([s0, head * H])
         y = tl.dot(p.to(v.dtype), v, y, input_precision="ieee")
@@ -226,7 +240,7 @@ def _attention_dq_kernel(
     head, t0 = tl.program_id(0), tl.program_id(1) * BLOCK_T
     pitch = tl.cdiv(length, 4) * 4
     t = t0 + tl.arange(0, BLOCK_T)
-    q, dy = q_desc.load([t0, head * H]), dy_desc.load([t0, head * H])
+    q, dy = _attention_held(q_desc.load([t0, head * H]), BLOCK_T, H), dy_desc.load([t0, head * H])
     delta = tl.sum(y_desc.load([t0, head * H]).to(tl.float32) * dy.to(tl.float32), 1)
     tl.store(delta_ptr + head * pitch + t, delta, mask=t < pitch)
     lse = tl.load(lse_ptr + head * pitch + t, mask=t < length, other=0.0)
@@ -234,13 +248,15 @@ def _attention_dq_kernel(
     dq = tl.zeros((BLOCK_T, H), tl.float32)
     if dq_more_desc is not None:
         dq += dq_more_desc.load([t0, head * H]).to(tl.float32) / scale
+    common = tl.load(first_ptr + tl.minimum(t0 + BLOCK_T, length) - 1)  # from here to t0 every query sees every key
     begin, end = tl.load(first_ptr + t0) // BLOCK_S * BLOCK_S, tl.minimum(t0 + BLOCK_T, length)
     for s0 in range(begin, end, BLOCK_S):
         k, v = k_desc.load([s0, head * H]), v_desc.load([s0, head * H])
         logit = tl.dot(q, k.T, input_precision="ieee")
         dp = tl.dot(dy, v.T, input_precision="ieee")
         p = tl.exp2(logit * (scale * 1.4426950408889634) - lse[:, None])
-        p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
+        if (s0 < common) | (s0 + BLOCK_S > t0 + 1):
+            p = tl.where(_attention_inside(s0, first, t, BLOCK_S), p, 0.0)
         dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     dq_desc.store([t0, head * H], (dq * scale).to(dq_desc.dtype))
 
@@ -266,12 +282,14 @@ def _attention_dkv_kernel(
         dk += dk_more_desc.load([s0, head * H]).to(tl.float32) / scale
     if dv_more_desc is not None:
         dv += dv_more_desc.load([s0, head * H]).to(tl.float32)
+    common = tl.load(after_ptr + s0)  # queries between the tile and this one see all of its keys
     begin, end = s0 // BLOCK_T * BLOCK_T, tl.load(after_ptr + tl.minimum(s0 + BLOCK_S, length) - 1)
     for t0 in range(begin, end, BLOCK_T):
         lse, delta = lse_desc.load([head * pitch + t0]), delta_desc.load([head * pitch + t0])
         q = q_desc.load([t0, head * H])
         p = tl.exp2(tl.dot(k, q.T, input_precision="ieee") * (scale * 1.4426950408889634) - lse[None, :])
-        p = tl.where(_attention_inside(t0, s, after - 1, BLOCK_T), p, 0.0)
+        if (t0 + 1 < s0 + BLOCK_S) | (t0 + BLOCK_T > common):
+            p = tl.where(_attention_inside(t0, s, after - 1, BLOCK_T), p, 0.0)
         dy = dy_desc.load([t0, head * H])
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         dp = tl.dot(v, dy.T, input_precision="ieee")
@@ -288,7 +306,7 @@ ATTENTION_SAFE_LOGIT = 60.0
 # or three to a multiprocessor, hide each other's waits. "small": what fits 99 KB and 255 registers; not timed.
 ATTENTION_TILES = {
     ("large", "forward"): dict(BLOCK_T=64, BLOCK_S=32, num_warps=4, num_stages=3),
-    ("large", "dq"): dict(BLOCK_T=128, BLOCK_S=32, num_warps=8, num_stages=3),
+    ("large", "dq"): dict(BLOCK_T=64, BLOCK_S=32, num_warps=4, num_stages=3),
     ("large", "dkv"): dict(BLOCK_T=64, BLOCK_S=64, num_warps=4, num_stages=2),
     ("small", "forward"): dict(BLOCK_T=32, BLOCK_S=32, num_warps=4, num_stages=2),
     ("small", "dq"): dict(BLOCK_T=64, BLOCK_S=32, num_warps=4, num_stages=2),
@@ -3473,8 +3491,14 @@ def _softcap(product, scale, SHIFT, STRETCH, LOG2_CAP, DTYPE: tl.constexpr, HARD
 
 
 @jit
-def _below_one(sigma):
+def _below_one(sigma, HARDWARE: tl.constexpr = False):
     """sigma - 1 of a stored sigma, in units of its levels: of 1 / 254 in uint8, of 1 in floating point."""
+    if sigma.dtype == tl.uint8 and HARDWARE:
+        packed = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x4B000000, 0x7440; prmt.b32 $1, $4, 0x4B000000, 0x7441; "
+            "prmt.b32 $2, $4, 0x4B000000, 0x7442; prmt.b32 $3, $4, 0x4B000000, 0x7443;", "=&f,=&f,=&f,=&f,r", [sigma],
+            dtype=tl.float32, is_pure=True, pack=4)
+        return packed - 8388863.0
     if sigma.dtype == tl.uint8:
         return (sigma.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388863.0  # undoes _softcap's packing
     return sigma.to(tl.float32) - 1
@@ -3562,15 +3586,27 @@ def _pack_e5m2(g0, g1, g2, g3, HARDWARE: tl.constexpr):
 
 
 @jit
+def _unpack_bytes(words, HARDWARE: tl.constexpr):
+    """The four bytes of every int32, lowest first, as uint8 tensors; four words at a time they are a 4 x 4 transpose."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140; "
+            "prmt.b32 c, $4, $5, 0x7362; prmt.b32 d, $6, $7, 0x7362; prmt.b32 $0, a, b, 0x5410; "
+            "prmt.b32 $1, a, b, 0x7632; prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;}",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [words], dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8), is_pure=True, pack=4)
+    return (words.to(tl.uint8), (words >> 8).to(tl.uint8), (words >> 16).to(tl.uint8), (words >> 24).to(tl.uint8))
+
+
+@jit
 def _softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE: tl.constexpr):
     """factor * p * sigma (1 - sigma) at rows t and columns v; 0 in rows past T (1 stands for a sigma of 0 or 1)."""
     LEVELS: tl.constexpr = 254 if sigma_ptr.dtype.element_ty == tl.uint8 else 1
     inside = (t < T)[:, None] & (v < V)[None, :]
     sigma = tl.load(sigma_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], mask=inside, other=1.0)
-    below = _below_one(sigma)
+    below = _below_one(sigma, HARDWARE)
     mass = tl.load(mass_ptr + t, mask=t < T, other=0.0)
     p = _exp2(below * (LOG2_CAP / LEVELS) - mass[:, None], HARDWARE)
-    return p * (below * (below + LEVELS) * (factor / (-LEVELS * LEVELS)))
+    return p * (below * (below * (factor / (-LEVELS * LEVELS)) - factor / LEVELS))
 
 
 @jit
@@ -3604,9 +3640,9 @@ def _head_gradient_fp8_kernel(sigma_ptr, mass_ptr, weights_ptr, g_ptr, g_VT_ptr,
                        _softmax_gradient(sigma_ptr, mass_ptr, t + 2, v, T, V, factor, LOG2_CAP, HARDWARE),
                        _softmax_gradient(sigma_ptr, mass_ptr, t + 3, v, T, V, factor, LOG2_CAP, HARDWARE), HARDWARE)
     writable = (t < padded_T)[:, None] & (v < V)[None, :]
+    rows = _unpack_bytes(words, HARDWARE)
     for k in tl.static_range(4):
-        g_row = g_ptr + ((t + k).to(tl.int64) * V)[:, None]
-        tl.store(g_row + v[None, :], (words >> (8 * k)).to(tl.uint8), mask=writable)
+        tl.store(g_ptr + ((t + k).to(tl.int64) * V)[:, None] + v[None, :], rows[k], mask=writable)
     # In words, so that the compiler sees that four neighbours share a mask, and stores 16 bytes a thread.
     writable = (v < V)[:, None] & (word < padded_T // 4)[None, :]
     tl.store(g_VT_ptr + (v.to(tl.int64) * (stride_VT // 4))[:, None] + word[None, :], words.T, mask=writable)
