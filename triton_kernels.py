@@ -185,7 +185,7 @@ def _attention_held(x, ROWS: tl.constexpr, H: tl.constexpr):
     """x itself, (ROWS, H), laid out over the registers as a product's result is: as the left operand of products in a
     loop it then stays there. From shared memory, which these kernels wait for, every product would read it again: for
     32 keys at a time twice the bytes of the keys. The product that gives the layout is of zeros, and costs an eighth of
-    one iteration's. Narrower heads: ptxas 12.8 overwrites registers held this way (seen at 32)."""
+    one iteration's. Not for narrow heads: ptxas 12.8 overwrites registers held this way (seen at 32)."""
     if H < 64:
         return x
     zero = tl.dot(tl.zeros((ROWS, 16), x.dtype), tl.zeros((16, H), x.dtype), input_precision="ieee")
@@ -3491,14 +3491,8 @@ def _softcap(product, scale, SHIFT, STRETCH, LOG2_CAP, DTYPE: tl.constexpr, HARD
 
 
 @jit
-def _below_one(sigma, HARDWARE: tl.constexpr = False):
+def _below_one(sigma):
     """sigma - 1 of a stored sigma, in units of its levels: of 1 / 254 in uint8, of 1 in floating point."""
-    if sigma.dtype == tl.uint8 and HARDWARE:
-        packed = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, 0x4B000000, 0x7440; prmt.b32 $1, $4, 0x4B000000, 0x7441; "
-            "prmt.b32 $2, $4, 0x4B000000, 0x7442; prmt.b32 $3, $4, 0x4B000000, 0x7443;", "=&f,=&f,=&f,=&f,r", [sigma],
-            dtype=tl.float32, is_pure=True, pack=4)
-        return packed - 8388863.0
     if sigma.dtype == tl.uint8:
         return (sigma.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388863.0  # undoes _softcap's packing
     return sigma.to(tl.float32) - 1
@@ -3586,27 +3580,15 @@ def _pack_e5m2(g0, g1, g2, g3, HARDWARE: tl.constexpr):
 
 
 @jit
-def _unpack_bytes(words, HARDWARE: tl.constexpr):
-    """The four bytes of every int32, lowest first, as uint8 tensors; four words at a time they are a 4 x 4 transpose."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140; "
-            "prmt.b32 c, $4, $5, 0x7362; prmt.b32 d, $6, $7, 0x7362; prmt.b32 $0, a, b, 0x5410; "
-            "prmt.b32 $1, a, b, 0x7632; prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;}",
-            "=&r,=&r,=&r,=&r,r,r,r,r", [words], dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8), is_pure=True, pack=4)
-    return (words.to(tl.uint8), (words >> 8).to(tl.uint8), (words >> 16).to(tl.uint8), (words >> 24).to(tl.uint8))
-
-
-@jit
 def _softmax_gradient(sigma_ptr, mass_ptr, t, v, T, V, factor, LOG2_CAP, HARDWARE: tl.constexpr):
     """factor * p * sigma (1 - sigma) at rows t and columns v; 0 in rows past T (1 stands for a sigma of 0 or 1)."""
     LEVELS: tl.constexpr = 254 if sigma_ptr.dtype.element_ty == tl.uint8 else 1
     inside = (t < T)[:, None] & (v < V)[None, :]
     sigma = tl.load(sigma_ptr + (t.to(tl.int64) * V)[:, None] + v[None, :], mask=inside, other=1.0)
-    below = _below_one(sigma, HARDWARE)
+    below = _below_one(sigma)
     mass = tl.load(mass_ptr + t, mask=t < T, other=0.0)
     p = _exp2(below * (LOG2_CAP / LEVELS) - mass[:, None], HARDWARE)
-    return p * (below * (below * (factor / (-LEVELS * LEVELS)) - factor / LEVELS))
+    return p * (below * (below + LEVELS) * (factor / (-LEVELS * LEVELS)))
 
 
 @jit
@@ -3640,9 +3622,9 @@ def _head_gradient_fp8_kernel(sigma_ptr, mass_ptr, weights_ptr, g_ptr, g_VT_ptr,
                        _softmax_gradient(sigma_ptr, mass_ptr, t + 2, v, T, V, factor, LOG2_CAP, HARDWARE),
                        _softmax_gradient(sigma_ptr, mass_ptr, t + 3, v, T, V, factor, LOG2_CAP, HARDWARE), HARDWARE)
     writable = (t < padded_T)[:, None] & (v < V)[None, :]
-    rows = _unpack_bytes(words, HARDWARE)
     for k in tl.static_range(4):
-        tl.store(g_ptr + ((t + k).to(tl.int64) * V)[:, None] + v[None, :], rows[k], mask=writable)
+        g_row = g_ptr + ((t + k).to(tl.int64) * V)[:, None]
+        tl.store(g_row + v[None, :], (words >> (8 * k)).to(tl.uint8), mask=writable)
     # In words, so that the compiler sees that four neighbours share a mask, and stores 16 bytes a thread.
     writable = (v < V)[:, None] & (word < padded_T // 4)[None, :]
     tl.store(g_VT_ptr + (v.to(tl.int64) * (stride_VT // 4))[:, None] + word[None, :], words.T, mask=writable)
