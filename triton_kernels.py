@@ -529,8 +529,8 @@ class Scaled(NamedTuple):
     only `mix` can make one (leave=): made by hand, it gets other gradients from the kernels than from the reference.
     """
 
-    stream: Tensor
-    by: Tensor  # one element
+    stream: Tensor  # the sum or, by the kernels, its norm where there is one: then the sum itself is never written
+    by: Tensor  # one element or, with a norm, for each token the sum's root mean square times the number
 
 
 def _mix_parts(coefs, streams):
@@ -573,7 +573,7 @@ def _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K: tl.co
 
 @_any_gate_jit
 def _mix_forward_kernel(
-    x_ptr, n_ptr, peaks_ptr, coefs, streams, coef_steps, stream_steps, T,
+    x_ptr, n_ptr, peaks_ptr, scales_ptr, leave_ptr, coefs, streams, coef_steps, stream_steps, T,
     K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Programs walk the rows together, ROWS at a time each; a missing (None) result is unwanted."""
@@ -586,7 +586,11 @@ def _mix_forward_kernel(
         if x_ptr is not None:
             tl.store(x_ptr + t[:, None] * D + d, x.to(x_ptr.dtype.element_ty), mask=inside)
         if n_ptr is not None:
-            n = (x * _pointwise_rms_scale(x, D)[:, None]).to(n_ptr.dtype.element_ty)
+            scale = _pointwise_rms_scale(x, D)
+            n = (x * scale[:, None]).to(n_ptr.dtype.element_ty)
+            if scales_ptr is not None:
+                tl.store(scales_ptr + t, 1.0 / scale, mask=t < T)
+                tl.store(scales_ptr + T + t, tl.load(leave_ptr).to(tl.float32) / scale, mask=t < T)
             tl.store(n_ptr + t[:, None] * D + d, n, mask=inside)
             if peaks_ptr is not None:
                 peak = tl.maximum(peak, tl.max(tl.abs(n.to(tl.float32)), 1))
@@ -677,21 +681,22 @@ def _launch_mix(kernel, launch, pointers, coefs, streams, *gradients, **constant
 @torch.library.custom_op("speedrun::mix_forward", mutates_args=())
 def mix_forward(
     coefs: list[Tensor | None], streams: list[Tensor], normed: bool, keep_x: bool = True, peaks: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x and n, (T, D) each, and every program's maximum of |n|; empty where unwanted."""
-    wanted = keep_x, normed, peaks
-    results = _mix_empty_results(coefs, streams, normed, keep_x, peaks)
+    leave: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x and n, (T, D) each; every program's maximum of |n|; (2, T) fp32, x's root mean square and `leave` times that.
+    Empty where unwanted, the last without `leave`."""
+    results = _mix_empty_results(coefs, streams, normed, keep_x, peaks, leave)
     launch = _mix_settings("mix forward, peaks" if peaks else "mix forward", streams[0])
-    _launch_mix(_mix_forward_kernel, launch, [r if want else None for r, want in zip(results, wanted)], coefs, streams)
+    _launch_mix(_mix_forward_kernel, launch, [*(r if r.numel() else None for r in results), leave], coefs, streams)
     return results
 
 
 @mix_forward.register_fake
-def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False):
+def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False, leave=None):
     s = streams[0]
     programs = _mix_settings("mix forward, peaks", s)[0] if peaks else 0
     x, n = (s.new_empty(s.shape if want else (0,)) for want in (keep_x, normed))
-    return x, n, s.new_empty(programs, dtype=torch.float32)
+    return x, n, *(s.new_empty(shape, dtype=torch.float32) for shape in (programs, (2 * (leave is not None), len(s))))
 
 
 @torch.library.custom_op("speedrun::mix_backward", mutates_args=())
@@ -737,23 +742,27 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, wanted, shares, *inputs):
-        K = len(shares)
+        K, (normed, keep_x, peaks) = len(shares), wanted
+        by_norm = inputs[K] if normed else None  # leaves this number, and n stands for x
+        written = normed, keep_x and by_norm is None, peaks, by_norm
+        results = mix_forward(list(inputs[:K]), list(inputs[K + 1:]), *written)
+        x, n, peaks, (rms, by) = *results[:3], (None, None) if by_norm is None else results[3]
+        x = x if by_norm is None else n.detach()
         ctx.set_materialize_grads(False)
-        x, n, peaks = mix_forward(list(inputs[:K]), list(inputs[K + 1:]), *wanted)
-        ctx.mark_non_differentiable(peaks)
+        ctx.mark_non_differentiable(*(r for r in (peaks, by) if r is not None))
         # Where all share it, backward reads one stream, the sum as it was rounded.
-        ctx.shares, ctx.as_one = shares, all(shares) and wanted[1]
-        ctx.save_for_backward(*((inputs[K], x) if ctx.as_one else inputs))
-        return x, n, peaks
+        ctx.shares, ctx.as_one = shares, all(shares) and keep_x
+        ctx.save_for_backward(*((rms, inputs[K], x) if ctx.as_one else inputs))
+        return x, n, peaks, by
 
     @staticmethod
-    def backward(ctx, dx, dn, _):
+    def backward(ctx, dx, dn, *_):
         K, needs, saved = len(ctx.shares), ctx.needs_input_grad[2:], ctx.saved_tensors
         dx, dn = (g if g is not None and g.numel() else None for g in (dx, dn))  # compiled graphs give empty ones
         if dx is None and dn is None:
             return (None,) * (2 + len(needs))
         C = 2 if ctx.as_one else K + 1
-        coefs, streams = ([None, saved[0]] if ctx.as_one else list(saved[:C])), list(saved[1 - C:])
+        coefs, streams = list(saved[:C]), list(saved[C:])
         own, shared = ([need and s == which for need, s in zip(needs[K + 1:], ctx.shares)] for which in (False, True))
         at_hand = dn is None and coefs[-1] is None  # the sum's gradient is dx
         asks = [*needs[:C - 1], needs[K] and dx is not None, *own[:C - 1], any(shared) and not at_hand]
@@ -782,12 +791,13 @@ def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = Fals
     normed   also give n, x over its root mean square along D (eps 2**-23); n is None otherwise
     keep_x   False: x is not written, and None; for sums whose norm alone is read
     peaks    give (x, n, peaks): fp32 numbers, a few thousand at most, the largest of which is that of |n|; for `mlp`
-    leave    one element, a lambda by which the next mix is to multiply x: x is given as Scaled
+    leave    one element, a lambda by which the next mix is to multiply x: x is given as Scaled, for that mix alone
 
     Sums are fp32 and rounded once; n is the norm of the unrounded x. Gradients reach every coefficient and stream that
     wants one, and are bitwise repeatable; streams without a coefficient, and Scaled ones, share one tensor. Where all
     do, backward takes x as it was rounded, and reads no stream: a chain of such sums, each of which leaves its lambda
-    to the next, reads x, dn and dx and writes one gradient. Raises ValueError.
+    to the next, reads x, dn and dx and writes one gradient. With `leave` and `normed` it is n that is rounded, and the
+    next mix multiplies it by the rows' root mean squares as well: forward writes one tensor. Raises ValueError.
     """
     coefs, streams = tuple(coefs), tuple(streams)
     require(1 <= len(streams) <= 6 and len(coefs) == len(streams),
@@ -803,8 +813,8 @@ def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = Fals
             f"streams must share one floating-point dtype, not {[str(x.dtype) for x in streams]}: cast them alike")
     given = [c for c in (*coefs, leave) if c is not None]
     _check_gates(given, s)
-    require(all(c is None or c.numel() == 1 for c, share in zip(coefs, shares) if share),
-            "a Scaled stream's number must be one element: let a mix make it, by `leave`")
+    require(not any(c.requires_grad and c.numel() > 1 for c, share in zip(coefs, shares) if share and c is not None),
+            "a Scaled stream's numbers for its tokens must be constants: let a mix make them, by `leave`")
     require(leave is None or leave.numel() == 1 and keep_x,
             "`leave` must be one element, for a sum that is kept: use keep_x=True")
     _require_one_device(*streams)
@@ -815,9 +825,9 @@ def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = Fals
             f"the kernels take fp32, bf16 or fp16 rows of up to 2048, not {s.dtype} rows of {s.shape[1]}: "
             "use mix_reference (REFERENCE_OPS=1)")
     coefs = (c.detach() if share and c is not None else c for c, share in zip(coefs, shares))
-    x, n, maxima = _Mix.apply((normed, keep_x, peaks), shares, *coefs, leave, *streams)
+    x, n, maxima, by = _Mix.apply((normed, keep_x, peaks), shares, *coefs, leave, *streams)
     x = x if keep_x else None
-    results = x if leave is None else Scaled(x, leave), n if normed else None
+    results = x if leave is None else Scaled(x, leave if by is None else by), n if normed else None
     return (*results, maxima) if peaks else results
 
 
@@ -3806,7 +3816,7 @@ def head_backward(x: Tensor, dx_unit: Tensor, g: Tensor, grad_T: Tensor, needs_x
     dx, dw = _head_gradients(x, g, needs_x, needs_head)
     if needs_x:
         dx_unit = dx_unit[:len(x)]
-        _launch_mix(_mix_forward_kernel, _mix_settings("mix forward", dx_unit), (dx, None, None), [grad_T], [dx_unit])
+        _launch_mix(_mix_forward_kernel, _mix_settings("mix forward", dx_unit), (dx, *[None] * 4), [grad_T], [dx_unit])
     if needs_head and g.dtype == E5M2:
         top = grad_T.abs().amax()
         share_T = grad_T / torch.where(top > 0, top, 1.0)

@@ -312,7 +312,7 @@ def pointwise_cases(s: Sizes) -> Iterator[Case]:
     for name, wrap, inputs, forward, both in (
         ("mix", mixed, lambda: gates() + [s.randn(s.T, D) for _ in range(4)], 6, 16),
         ("injections", injected, lambda: 6 * gates() + [s.randn(s.T, D) for _ in range(2)], 8, 18),
-        ("mix, lambda left", left, lambda: [s.randn(s.T, D) for _ in range(3)] + [s.randn()], 8, 15),
+        ("mix, lambda left", left, lambda: [s.randn(s.T, D) for _ in range(3)] + [s.randn()], 7, 14),
         ("smear", same, lambda: [s.randn(s.T, D), s.randn(1, s.model.smear_dims), s.randn()], 2, 5),
         ("norm_rotary", rotated, lambda: [s.heads(2)], 4, 10),
         ("finish_heads", finished, lambda: [s.heads(), s.heads()], 3, 8),

@@ -53,7 +53,7 @@ def pointwise_rows():
         signature = dict.fromkeys(("x_ptr", "n_ptr", "dx_ptr", "dn_ptr"), bf16) | {
             "coefs": coefs, "streams": (bf16,) * K, "dstreams": dstreams, "T": "i32:16",
             "coef_steps": ("i32",) * len(coefs), "dcoefs": dcoefs, "stream_steps": ("i32:16",) * K,
-            "peaks_ptr": "*fp32", "partials_ptr": "*fp32"}
+            "peaks_ptr": "*fp32", "partials_ptr": "*fp32", "scales_ptr": "*fp32", "leave_ptr": "*fp32"}
         kernel = kernels._mix_forward_kernel if direction == "forward" else kernels._mix_backward_kernel
         both = dict(K=K, D=768, ROWS=1, COLUMNS=1024)
         if direction == "backward":
@@ -62,14 +62,14 @@ def pointwise_rows():
         else:
             yield row(f"mix forward and peaks, {name}", kernel, archs, signature,
                       kernels.POINTWISE_TILES["mix forward, peaks"], **both)
-            both |= {"peaks_ptr": None, "x_ptr": None} if name == "output" else {"peaks_ptr": None}
+            both |= dict.fromkeys(("peaks_ptr", "scales_ptr", "leave_ptr", *["x_ptr"] * (name == "output")))
         yield row(f"mix {direction}, {name}", kernel, archs, signature, kernels.POINTWISE_TILES[f"mix {direction}"],
                   **both)
     heads = {"coefs": (None,) + ("*fp32:1",) * 4, "streams": (bf16,) * 5, "coef_steps": ("i32",) * 5, "T": "i32:16",
              "stream_steps": ("i32:16",) * 5, "x_ptr": bf16, "dx_ptr": bf16}  # the MUDD layer's values
     both = dict(K=5, D=128, ROWS=8, COLUMNS=128)
     yield row("mix forward, heads", kernels._mix_forward_kernel, archs, heads, kernels.POINTWISE_TILES["mix forward"],
-              n_ptr=None, peaks_ptr=None, **both)
+              **dict.fromkeys(("n_ptr", "peaks_ptr", "scales_ptr", "leave_ptr")), **both)
     heads |= {"coefs": (*heads["coefs"], None), "dcoefs": (None,) + ("*fp32",) * 4 + (None,),
               "dstreams": (None,) + (bf16,) * 4 + (None,), "coef_steps": ("i32",) * 6}
     yield row("mix backward, heads", kernels._mix_backward_kernel, archs, heads,

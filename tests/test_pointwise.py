@@ -340,8 +340,19 @@ def test_mix_gives_peaks_and_leaves_a_lambda(device, force_kernels):
     x, lam = randn(9, 48, dtype=LOW, device=device), torch.tensor([0.5], device=device)
     for op in mix, mix_reference:
         scaled, n, peaks = op([None], [x], normed=True, peaks=True, leave=lam)
-        assert torch.equal(scaled.stream, x) and scaled.by is lam and peaks.max() == n.abs().max()
+        assert peaks.max() == n.abs().max()
+        torch.testing.assert_close(op([None], [scaled], normed=False)[0], x / 2, rtol=2 * torch.finfo(LOW).eps, atol=0)
+        scaled, _ = op([None], [x], normed=False, leave=lam)
+        assert torch.equal(scaled.stream, x) and scaled.by is lam
         assert torch.equal(op([None], [scaled], normed=False)[0], x / 2)
+
+
+def test_mix_leaves_its_norm_in_place_of_the_sum(device, force_kernels):
+    x, lam = randn(9, 48, seed=1, dtype=LOW, device=device), torch.tensor(-0.5, device=device)
+    scaled, n = mix([None], [x], normed=True, leave=lam)
+    assert scaled.stream.data_ptr() == n.data_ptr()
+    by = lam * x.double().square().mean(1).sqrt()
+    torch.testing.assert_close(scaled.by, by.float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -351,9 +362,9 @@ def test_chain_writes_one_gradient_and_keeps_one_stream(gated, device, force_ker
     lams = [randn(1, seed=9 + i, device=device).float()[0].requires_grad_() for i in range(2)]
     calls, backward = [], kernels.mix_backward
     monkeypatch.setattr(kernels, "mix_backward", lambda *args: calls.append(args) or backward(*args))
-    first, _ = mix([None, None], streams[:2], normed=True, leave=lams[0])
-    kept = [x.data_ptr() for x in first.stream.grad_fn.saved_tensors]
-    assert kept == [lams[0].data_ptr(), first.stream.data_ptr()]
+    first, n = mix([None, None], streams[:2], normed=True, leave=lams[0])
+    rms, *kept = first.stream.grad_fn.saved_tensors
+    assert rms.shape == (5,) and [x.data_ptr() for x in kept] == [lams[0].data_ptr(), n.data_ptr()]
     coefs = [None, None, randn(5, dtype=LOW, device=device).requires_grad_() if gated else None]
     second, _ = mix(coefs, [first, *streams[2:]], normed=True, leave=lams[1])
     _, n = mix([None], [second], normed=True)
@@ -761,7 +772,7 @@ def rotated(x, N, cos, sin=None, paired=False):
     (lambda x, c: mix([c], [x], normed=True, keep_x=False, leave=c[:1]), "keep_x=True"),
     (lambda x, c: mix([c], [x], normed=True, leave=c[:1].to("meta")), "move them there"),
     (lambda x, c: mix([c], [kernels.Scaled(x, c[:1])], normed=True), "give None with it"),
-    (lambda x, c: mix([None], [kernels.Scaled(x, c)], normed=True), "must be one element"),
+    (lambda x, c: mix([None], [kernels.Scaled(x, c.clone().requires_grad_())], normed=True), "must be constants"),
     (lambda x, c: mix([c[:1].view(1, 1, 1)], [x], normed=True), "one number, or one for each token"),
     (lambda x, c: mix([0.5], [x], normed=True), r"not \['0.5'\]: give one number"),
     (lambda x, c: mix([None] * 2, [x, x.to("meta")], normed=True), "move them there"),
