@@ -601,13 +601,13 @@ def _mix_forward_kernel(
 @_any_gate_jit
 def _mix_backward_kernel(
     dx_ptr, dn_ptr, partials_ptr, coefs, streams, dcoefs, dstreams, coef_steps, stream_steps, T,
-    K: tl.constexpr, D: tl.constexpr, SCALARS: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, SCALARS: tl.constexpr, BY_NORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
 ):
     """A missing (None) dx or dn is zero, a missing dcoef or dstream unwanted. Index K stands for the sum itself: where
     coefs has a number there, dx is the gradient of the sum times that number; dstreams[K] is the sum's gradient. Bit k
     of SCALARS: coefficient k is a scalar that wants a gradient; each program sums its rows' share of it into partials
-    (K + 1, programs)."""
+    (K + 1, programs). BY_NORM: the one stream is n itself, its coefficient the root mean square of every row."""
     d = tl.arange(0, COLUMNS)[None, :]
     slot = tl.arange(0, 8)
     sums = tl.zeros((8,), tl.float32)
@@ -618,8 +618,11 @@ def _mix_backward_kernel(
         x, rows = _mix_sum(coefs, streams, coef_steps, stream_steps, t, d, inside, T, K)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         if dn_ptr is not None:
-            scale = _pointwise_rms_scale(x, D)[:, None]
-            n = x * scale
+            if BY_NORM:
+                scale, n = 1.0 / tl.load(coefs[0] + t, mask=t < T, other=1.0)[:, None], rows[0].to(tl.float32)
+            else:
+                scale = _pointwise_rms_scale(x, D)[:, None]
+                n = x * scale
             dn = tl.load(dn_ptr + at, mask=inside, other=0.0).to(tl.float32)
             total = scale * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
         if dx_ptr is not None:
@@ -702,27 +705,29 @@ def _mix_empty_results(coefs, streams, normed, keep_x=True, peaks=False, leave=N
 @torch.library.custom_op("speedrun::mix_backward", mutates_args=())
 def mix_backward(
     dx: Tensor | None, dn: Tensor | None, coefs: list[Tensor | None], streams: list[Tensor], needs: list[bool],
+    by_norm: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """coefs: the streams' K, then the number by which the sum's reader multiplies it (dx is the product's gradient).
+    by_norm: the one stream is the norm, its coefficient every row's root mean square.
     needs: of which of the coefs, the streams that have one, and the sum itself a gradient is wanted.
 
     (K + 1,) fp32, the gradients of the scalar coefficients in `needs` (0 for other coefficients, empty without such);
     then those of all else in the order of `needs`, empty where it does not ask for them."""
     C, scalars = len(coefs), _mix_scalars(coefs, needs)
-    sums, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs)
+    sums, grads = _mix_empty_gradients(dx, dn, coefs, streams, needs, by_norm)
     dx, dn = (g if g is None else g.contiguous() for g in (dx, dn))
     targets = tuple(g if g.numel() else None for g in grads)
     launch = _mix_settings("mix backward", streams[0])
     partials = sums.new_empty(C, launch[0]) if any(scalars) else None
     _launch_mix(_mix_backward_kernel, launch, (dx, dn, partials), coefs, streams, targets[:C], targets[C:],
-                SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)))
+                SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)), BY_NORM=by_norm)
     if any(scalars):
         _mix_scalars_kernel[C,](partials, sums, launch[0], **MIX_SCALARS_TILES)
     return sums, grads
 
 
 @mix_backward.register_fake
-def _mix_empty_gradients(dx, dn, coefs, streams, needs):
+def _mix_empty_gradients(dx, dn, coefs, streams, needs, by_norm=False):
     scalars, s = _mix_scalars(coefs, needs), streams[0]
     own = [need and not scalar for scalar, need in zip(scalars, needs)]
     grads = [like.new_empty(like.shape if mine else (0,))
@@ -768,7 +773,7 @@ class _Mix(torch.autograd.Function):
         asks = [*needs[:C - 1], needs[K] and dx is not None, *own[:C - 1], any(shared) and not at_hand]
         dcoefs, grads = [None] * (K + 1), [None]
         if any(asks):
-            dscalars, grads = mix_backward(dx, dn, coefs, streams, asks)
+            dscalars, grads = mix_backward(dx, dn, coefs, streams, asks, ctx.as_one and coefs[0] is not None)
             dcoefs[-C:] = [dscalars[k].to(c.dtype).view(c.shape) if scalar else g if ask else None
                            for k, (c, g, ask, scalar) in enumerate(zip(coefs, grads, asks, _mix_scalars(coefs, asks)))]
         dsum = dx if at_hand else grads[-1]
@@ -827,7 +832,7 @@ def mix(coefs, streams, *, normed: bool, keep_x: bool = True, peaks: bool = Fals
     coefs = (c.detach() if share and c is not None else c for c, share in zip(coefs, shares))
     x, n, maxima, by = _Mix.apply((normed, keep_x, peaks), shares, *coefs, leave, *streams)
     x = x if keep_x else None
-    results = x if leave is None else Scaled(x, leave if by is None else by), n if normed else None
+    results = x if leave is None else Scaled(x, leave if by is None else by.detach()), n if normed else None
     return (*results, maxima) if peaks else results
 
 

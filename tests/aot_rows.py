@@ -57,8 +57,11 @@ def pointwise_rows():
         kernel = kernels._mix_forward_kernel if direction == "forward" else kernels._mix_backward_kernel
         both = dict(K=K, D=768, ROWS=1, COLUMNS=1024)
         if direction == "backward":
-            both["SCALARS"] = sum(scalar << k for k, scalar in enumerate(scalars))
+            both |= dict(SCALARS=sum(scalar << k for k, scalar in enumerate(scalars)), BY_NORM=False)
             both |= {} if any(scalars) else {"partials_ptr": None}
+            if name == "as one":
+                yield row("mix backward, by norm", kernel, archs, signature | {"coefs": ("*fp32", "*fp32:1")},
+                          kernels.POINTWISE_TILES["mix backward"], **both | {"BY_NORM": True})
         else:
             yield row(f"mix forward and peaks, {name}", kernel, archs, signature,
                       kernels.POINTWISE_TILES["mix forward, peaks"], **both)
@@ -73,7 +76,7 @@ def pointwise_rows():
     heads |= {"coefs": (*heads["coefs"], None), "dcoefs": (None,) + ("*fp32",) * 4 + (None,),
               "dstreams": (None,) + (bf16,) * 4 + (None,), "coef_steps": ("i32",) * 6}
     yield row("mix backward, heads", kernels._mix_backward_kernel, archs, heads,
-              kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, partials_ptr=None, SCALARS=0, **both)
+              kernels.POINTWISE_TILES["mix backward"], dn_ptr=None, partials_ptr=None, SCALARS=0, BY_NORM=False, **both)
     yield row("mix scalars", kernels._mix_scalars_kernel, archs,
               dict(partials_ptr="*fp32", sums_ptr="*fp32", parts="i32:16"), kernels.MIX_SCALARS_TILES)
 
