@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def aot_all(rows):
     run-time argument ("*bf16", "i32", "fp32", ..., a tuple of them for a tuple); pointers count as 16-byte aligned
     unless they say "*bf16:1", integers that are multiples of 16 say so as "i32:16". Constexprs are plain values or
     Triton dtypes.
-    Returns {(name, arch): {"registers": a thread, "spills": bytes, "shared": bytes a block}}.
+    Returns {(name, arch): {"registers": a thread, "spills": bytes, "overwritten": operands of products that loops
+    destroy (sm_90), "shared": bytes a block}}.
     """
     jobs = [(kernel.fn.__module__, kernel.fn.__name__, signature, constexprs, warps, stages, arch, name)
             for name, kernel, signature, constexprs, warps, stages, row_archs in rows
@@ -77,7 +79,7 @@ def assert_fits(figures, arch, max_registers=255):
     """No spills, shared memory within the architecture's limit, by the Triton that requirements.txt pins (or newer)."""
     if tuple(map(int, triton_kernels.triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("registers and spills are bounded for the pinned Triton")
-    limits = {"registers": max_registers, "spills": 0, "shared": SHARED_LIMIT[arch]}
+    limits = {"registers": max_registers, "spills": 0, "overwritten": 0, "shared": SHARED_LIMIT[arch]}
     assert all(figures[name] <= limits[name] for name in limits), f"sm_{arch}: {figures}, limits {limits}"
 
 
@@ -110,15 +112,47 @@ def compile_job(module, kernel_name, signature, constexprs, num_warps, num_stage
 def ptxas_figures(ptx, arch):
     import triton
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas" if arch < 100 else "ptxas-blackwell")
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     target = re.search(r"^\.target (sm_\w+)", ptx, re.M)[1]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
+        path, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         path.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name={target}", path, "-o", Path(folder, "kernel.cubin")]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        ptxas = tools / ("ptxas" if arch < 100 else "ptxas-blackwell")
+        run = partial(subprocess.run, capture_output=True, text=True, check=True)
+        report = run([ptxas, "-v", f"--gpu-name={target}", path, "-o", cubin]).stderr
+        sass = run([tools / "nvdisasm", "-c", cubin]).stdout if arch == 90 else ""
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-    return {"registers": max(map(int, re.findall(r"Used (\d+) registers", report))), "spills": spills}
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    return {"registers": registers, "spills": spills, "overwritten": len(overwritten_operands(sass))}
+
+
+def overwritten_operands(sass):
+    """Lines of products in a loop whose left operand, in registers since before the loop, the loop overwrites.
+
+    ptxas 12.8 does that to what attention holds where heads have 32 numbers."""
+    lines = re.sub(r"/\*.*?\*/", "", sass).splitlines()
+    labels = {line.strip(": "): i for i, line in enumerate(lines) if re.match(r"\s*\.L_x_\d+:", line)}
+    jumps = ((re.search(r"@.*BRA.*`\((\.L_x_\d+)\)", line), i) for i, line in enumerate(lines))  # loops end in an if
+    loops = [(labels[jump[1]], i) for jump, i in jumps if jump and labels.get(jump[1], i) < i]
+    found = []
+    for begin, end in loops:
+        body = lines[begin:end]
+        for i, line in enumerate(body):
+            if operand := re.search(r"GMMA\S*\s+R\d+, R(\d+), gdesc", line):
+                held = set(range(int(operand[1]), int(operand[1]) + 4))
+                before, after = (set().union(*map(written_registers, part)) for part in (body[:i], body[i + 1:]))
+                found += [line.strip()] if held & after - before else []
+    return found
+
+
+def written_registers(line):
+    """Numbers of the registers that an instruction writes."""
+    code = re.match(r"\s*(?:@!?U?P\d+\s+)?([A-Z][\w.]*)\s+(?:U?P\w+, )?R(\d+)\b", line)
+    if not code or re.match(r"ST|RED|BRA|SYNCS|UTMA|ISETP|FSETP|R2UR", code[1]):
+        return set()
+    tile = re.search(r"GMMA\.64x(\d+)", code[1])
+    wide = int(tile[1]) // 2 if tile else 4 if re.search(r"\.128|M88\.4", code[1]) else 2 if "64" in code[1] else 1
+    return set(range(int(code[2]), int(code[2]) + wide))
 
 
 def guarded(job):

@@ -6,7 +6,16 @@ import torch
 from aot_rows import attention_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_tools import DTYPES, GPU, LOW, aot_all, assert_as_good_as_eager, assert_fits, needs_triton
+from kernel_tools import (
+    DTYPES,
+    GPU,
+    LOW,
+    aot_all,
+    assert_as_good_as_eager,
+    assert_fits,
+    needs_triton,
+    overwritten_operands,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import triton_kernels as kernels
@@ -383,3 +392,17 @@ def test_compiled_kernels_fit():
     assert {row[1].fn.__name__ for row in rows} == names
     for (_, arch), figures in aot_all(rows).items():
         assert_fits(figures, arch)
+
+
+def test_overwritten_operands_are_found():
+    """What ptxas 12.8 made of heads of 32, cut down; and the same where the second operand is made anew each time."""
+    sass = """
+        /*0010*/ F2FP.BF16.F32.PACK_AB R60, R25, R24 ;
+        .L_x_4:
+        /*0020*/ HGMMA.64x32x16.F32.BF16 R24, R60, gdesc[UR4], RZ, !UPT, gsb0 ;
+        /*0030*/ F2FP.BF16.F32.PACK_AB R61, R56, R25 ;
+        /*0040*/ HGMMA.64x32x16.F32.BF16 R40, R60, gdesc[UR4].tnspB, R40, gsb0 ;
+        /*0050*/ @!P0 BRA `(.L_x_4) ;
+        """
+    assert overwritten_operands(sass) == ["HGMMA.64x32x16.F32.BF16 R24, R60, gdesc[UR4], RZ, !UPT, gsb0 ;"]
+    assert not overwritten_operands(sass.replace("PACK_AB R61", "PACK_AB R64").replace("R40, R60", "R40, R64"))
