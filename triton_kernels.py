@@ -184,8 +184,8 @@ def _attention_inside(start, low, high, BLOCK: tl.constexpr):
 def _attention_held(x, ROWS: tl.constexpr, H: tl.constexpr):
     """x itself, (ROWS, H), laid out over the registers as a product's result is: as the left operand of products in a
     loop it then stays there. From shared memory every product would read it again, with 32 keys twice the bytes of the
-    keys: a fifth of dq's time on an H200. The product that gives the layout is of zeros, a quarter of what one iteration
-    of the forward pass multiplies. Not for narrow heads: ptxas 12.8 overwrites registers held this way (seen at 32)."""
+    keys: a fifth of dq's time on an H200. The product that gives the layout is of zeros, a quarter of what an iteration
+    of the forward pass multiplies. Not for narrow heads: ptxas 12.8 overwrites registers held so (seen at 32)."""
     if H < 64:
         return x
     zero = tl.dot(tl.zeros((ROWS, 16), x.dtype), tl.zeros((16, H), x.dtype), input_precision="ieee")
