@@ -6,6 +6,7 @@ them at once; launched_ranks and try_gpu raise ValueError with theirs.
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -59,16 +60,27 @@ def check_device(preset: str, world_size: int) -> str:
     return check_compiler()
 
 
-def check_choices(fp8: str, attention: str) -> str:
-    """One sentence where fp8= or attention= asks for what this machine or version lacks, else ''."""
-    gpu = torch.cuda.is_available()
-    if fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
+def check_choices(cfg) -> str:
+    """One sentence where fp8= or attention= asks for what this machine lacks, else ''; cfg: the run's RunConfig."""
+    gpu, attention = torch.cuda.is_available(), cfg.attention
+    if cfg.fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
         return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
-    if attention == "fa4":
-        return "attention=fa4 is not built into this version: use attention=auto, triton or torch."
-    if gpu or attention in ("auto", "reference"):
+    if attention in ("auto", "reference"):
         return ""
-    return f"attention={attention} needs a GPU: use attention=auto or attention=reference on the CPU."
+    if not gpu:
+        return f"attention={attention} needs a GPU: use attention=auto or attention=reference on the CPU."
+    if attention in ("torch", "fa4") and cfg.model.dtype.itemsize != 2:
+        return f"attention={attention} takes 16-bit models, which preset={cfg.preset} is not: use auto."
+    if attention == "fa4" and not _importable("flash_attn.cute"):
+        return "attention=fa4 needs the package flash-attn-4 (pip install flash-attn-4), or use auto."
+    return ""
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # its package is missing, or does not import here
+        return False
 
 
 def choose_fp8(cfg, device: torch.device) -> tuple[bool, str]:

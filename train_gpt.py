@@ -527,7 +527,7 @@ def check_world_size(cfg: RunConfig, world_size: int) -> str:
 def prepare(cfg: RunConfig, world_size: int) -> tuple["DataPlan", dict | None]:
     """What a run needs, checked before any GPU work: data and, with resume=, a state. ValueError: a line per fault."""
     problems = [check_world_size(cfg, world_size), preflight.check_device(cfg.preset, world_size)]
-    problems += [preflight.check_choices(cfg.fp8, cfg.attention), preflight.check_logs(Path("logs"), cfg.run_id)]
+    problems += [preflight.check_choices(cfg), preflight.check_logs(Path("logs"), cfg.run_id)]
     plan, saved, total = None, None, cfg.total_steps
     try:
         if cfg.resume:
@@ -639,8 +639,9 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Causal attention inside documents over `window` earlier tokens, as the run chose; q, k, v for later readers."""
     options = dict(window=window, scale=view.scale, paired=paired)
-    if view.attention == "torch":
-        return kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, **options), q, k, v
+    if view.attention in ("torch", "fa4"):
+        y = kernels.flash_attention(q, k, v, cu_seqlens, max_len=view.max_len, by=view.attention, **options)
+        return y, q, k, v
     if view.attention == "reference":
         return kernels.attention_reference(q, k, v, cu_seqlens, share=True, **options)
     # normed heads have length H^0.5, offset keys at most 2^0.5 times that: no running maximum is needed

@@ -447,16 +447,27 @@ def attention(q, k, v, cu_seqlens, *, window: int, scale: float, paired: bool = 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int, scale: float, paired: bool, max_len: int,
+    by: str = "torch",
 ) -> Tensor:
-    """Torch's own variable-length FlashAttention-2 behind the signature of `attention`."""
+    """Others' kernels behind the signature of `attention`, for 16-bit q, k, v on a GPU: torch's variable-length
+    FlashAttention-2 or, by="fa4", the package flash-attn-4, which must be installed. max_len: tokens of the longest
+    document, at least."""
     T, N, H = q.shape
     if paired:
         q, k, v = (x.reshape(2 * T, N // 2, H) for x in (q, k, v))
         cu_seqlens, max_len = 2 * cu_seqlens, 2 * max_len
-    y = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
-        scale=scale, window_size_left=window, window_size_right=0,
-    )[0]
+    if by == "fa4":
+        from flash_attn.cute import flash_attn_varlen_func
+
+        y = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len, max_seqlen_k=max_len,
+            softmax_scale=scale, causal=True, window_size=(window, 0),
+        )[0]
+    else:
+        y = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False,
+            scale=scale, window_size_left=window, window_size_right=0,
+        )[0]
     return y.view(T, N, H)
 
 

@@ -1,5 +1,8 @@
 """Attention: the banded reference against dense softmax, the kernels against the reference, compiled figures."""
 import math
+import sys
+from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -345,6 +348,37 @@ def test_real_shapes(T, window, paired, device):
     options = dict(window=window, scale=0.12, paired=paired)
     assert_all_as_good(run(attention, *case, **options), in_double(*case, **options),
                        run(attention_reference, *case, **options))
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("by", ["torch", "fa4"])
+def test_others_kernels_agree(by, paired, device):
+    if by == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    case = make(4096, [1, 900, 1500, 1500], N=6, H=128, device=device, dtype=torch.bfloat16)
+    options = dict(window=384, scale=0.12, paired=paired)
+    assert_all_as_good(run(partial(kernels.flash_attention, by=by, max_len=4096), *case, **options),
+                       in_double(*case, **options), run(attention_reference, *case, **options))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_package_is_asked_for_the_same(paired, monkeypatch):
+    """flash-attn-4, as its signature says it, by the reference; max_seqlen_* must cover every document."""
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                               causal, window_size):
+        assert causal and window_size[1] == 0 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max()
+        return attention_reference(q, k, v, cu_seqlens_q, window=window_size[0], scale=softmax_scale), None
+
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    cute.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    case, options = make(70, [1, 40], dtype=torch.double), dict(window=16, scale=0.3, paired=paired)
+    op = partial(kernels.flash_attention, by="fa4", max_len=39)
+    for got, exact in zip(run(op, *case, **options), in_double(*case, **options)):
+        torch.testing.assert_close(got, exact)
 
 
 BAD = {

@@ -394,10 +394,26 @@ def test_everything_that_is_wrong_is_told_at_once(refuse, monkeypatch, workplace
         ("fp8=on", r"fp8=on needs a GPU of compute capability 8\.9 or newer .*: use fp8=auto\."),
         ("attention=triton", r"attention=triton needs a GPU: use attention=auto or attention=reference on the CPU\."),
         ("attention=torch", r"attention=torch needs a GPU: use attention=auto or attention=reference on the CPU\."),
+        ("attention=fa4", r"attention=fa4 needs a GPU: use attention=auto or attention=reference on the CPU\."),
     ],
 )
 def test_choices_that_need_a_gpu(refuse, data, word, sentence):
     refuse([*SMALL, word], sentence)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("preset=demo attention=torch", "attention=torch takes 16-bit models, which preset=demo is not: use auto."),
+        ("preset=demo attention=fa4", "attention=fa4 takes 16-bit models, which preset=demo is not: use auto."),
+        ("attention=fa4", "attention=fa4 needs the package flash-attn-4 (pip install flash-attn-4), or use auto."),
+        ("attention=torch", ""),
+    ],
+)
+def test_choices_that_need_more_than_a_gpu(monkeypatch, words, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if not installed, wherever this runs
+    assert preflight.check_choices(parse_options(words.split())) == sentence
 
 
 def test_what_is_chosen_and_why(monkeypatch):
