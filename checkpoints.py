@@ -284,9 +284,10 @@ def telling(rank: int, world_size: int, log, micro_splits: int) -> Iterator[None
         except torch.OutOfMemoryError:
             amounts = (*torch.cuda.mem_get_info(), torch.cuda.max_memory_allocated())
             free, total, peak = (amount / 2**30 for amount in amounts)
+            smaller = f"set micro_splits={2 * micro_splits}, or " if micro_splits <= 8 else ""  # 16 is the most
             raise Stopped(
                 f"rank {rank} ran out of GPU memory ({free:.1f} of {total:.1f} GiB free, {peak:.1f} GiB at this run's "
-                f"peak): set micro_splits={2 * micro_splits}, or free the GPU of other work.",
+                f"peak): {smaller}free the GPU of other work.",
                 agreed=False,
             ) from None
         except ValueError as problem:  # of data or a file that only this rank met

@@ -65,6 +65,8 @@ def check_choices(cfg) -> str:
     gpu, attention = torch.cuda.is_available(), cfg.attention
     if cfg.fp8 == "on" and not (gpu and torch.cuda.get_device_capability() >= (8, 9)):
         return "fp8=on needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell): use fp8=auto."
+    if cfg.fp8 == "on" and cfg.model.dtype != torch.bfloat16:
+        return f"fp8=on takes bfloat16 models, which preset={cfg.preset} is not: use fp8=auto."
     if attention in ("auto", "reference"):
         return ""
     if not gpu:

@@ -46,7 +46,10 @@ try:
 except ImportError:  # a Python without pip: its packages are somebody else's care
     sys.exit()
 
-for line in open(sys.argv[1]):
+lines = open(sys.argv[1]).read().splitlines()
+for line in lines:
+    if line.startswith("-r "):
+        lines += open(line[3:].strip()).read().splitlines()
     if not line.strip() or line.startswith(("#", "-r")):
         continue
     pin = Requirement(line.strip())
@@ -88,7 +91,7 @@ for option in "$@"; do
 done
 nproc=${NPROC:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
 PREFLIGHT_WORLD_SIZE=$nproc "$python" train_gpt.py "$@"
-if [ "$python" = "$base" ] && command -v torchrun >/dev/null; then
+if [ "$python" = "$base" ] && [ -z "${PYTHON:-}" ] && command -v torchrun >/dev/null; then
     exec torchrun --standalone --nproc_per_node="$nproc" train_gpt.py "$@"
 fi
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py "$@"

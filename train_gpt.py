@@ -119,7 +119,7 @@ class Gate(NamedTuple):
 
     name: str
     width: int
-    init: float
+    init: float | None  # None: ModelConfig.bigram_init
 
 
 class Lane(NamedTuple):
@@ -135,7 +135,7 @@ class Lane(NamedTuple):
 GATES = (
     (Gate("xsa", 0, 0.0),),
     (Gate("attn", 0, 0.25),),
-    (Gate("x0", 1, 0.0), Gate("bigram", 1, 0.05)),  # ModelConfig.bigram_init replaces the 0.05
+    (Gate("x0", 1, 0.0), Gate("bigram", 1, None)),
     (Gate("skip", 1, 0.5),),
     (Gate("dc_w1", 0, 1.0),),
     (Gate("dc_w2", 0, 0.0),),
@@ -247,7 +247,7 @@ class ModelConfig:
 
     @property
     def vocab_padded(self) -> int:
-        return -(-self.vocab_size // 128) * 128
+        return kernels.round_up(self.vocab_size, 128)
 
     @property
     def value_planes(self) -> int:
@@ -263,7 +263,7 @@ class ModelConfig:
         start = next(i for i, spec in enumerate(self.plan) if spec.gate_from_here)
         layers = range(start, len(self.plan)) if post else range(start)
         return tuple(
-            Lane(gate.name, i, gate.width or self.heads, self.bigram_init if gate.name == "bigram" else gate.init)
+            Lane(gate.name, i, gate.width or self.heads, self.bigram_init if gate.init is None else gate.init)
             for kinds in GATES
             for i in layers
             for gate in kinds
@@ -354,7 +354,7 @@ class RunConfig:
     bos_id: int = 50256  # token that starts every document
     fp8: str = "auto"  # auto|on|off
     attention: str = "auto"  # auto|triton|fa4|torch|reference
-    checkpoint_every: int = 0  # steps, and once before the last validation; 0: only when interrupted
+    checkpoint_every: int = 0  # steps (odd ones wait for the next), and before the last validation; 0: if interrupted
     resume: str = ""  # a checkpoint to go on from: its file, a run's name, or latest
     run_id: str = ""  # names the log; empty: a random one
     show: str = ""  # plan|gates|params|schedule: print that table and stop
@@ -406,7 +406,7 @@ CHOICES = {
     "show": ("", "plan", "gates", "params", "schedule"),
 }
 MINIMUM = {"val_every": 1, "val_tokens": 1, "epochs": 1, "micro_splits": 1, "vocab_size": 2, "scheduled_steps": 3}
-MAXIMUM = {"scheduled_steps": 10**6, "extension_steps": 10**6, "epochs": 10**4, "micro_splits": 64, "seed": 2**32 - 1}
+MAXIMUM = {"scheduled_steps": 10**6, "extension_steps": 10**6, "epochs": 10**4, "micro_splits": 16, "seed": 2**32 - 1}
 OPTIONS = {f.name: f.type for f in dataclasses.fields(RunConfig) if f.type in (int, str)}
 
 
@@ -417,10 +417,10 @@ def parse_options(argv: Iterable[str]) -> RunConfig:
         key, equals, value = word.partition("=")
         if key not in OPTIONS:
             bare = key.lstrip("-")
-            near = [name for name in OPTIONS if bare and name.startswith(bare)]
+            near = [name for name in OPTIONS if bare and (name.startswith(bare) or bare in name.split("_"))]
             near = near or difflib.get_close_matches(bare, OPTIONS, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}=?" if near else f"; options are {', '.join(OPTIONS)}."
-            raise ValueError(f"unknown option {word!r}{hint}")
+            hint = f"did you mean {'= or '.join(near)}=?" if near else f"options are {', '.join(OPTIONS)}."
+            raise ValueError(f"unknown option {word!r}; {hint}")
         if not equals:
             raise ValueError(f"options are key=value; got {word!r} without a value: write {key}=...")
         if key in given:
@@ -509,6 +509,26 @@ class Runtime:
         """Wait for the device, so that a host clock read afterwards is true."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Clock:
+    """Training time in seconds: stopped to validate and save, with the device idle at every start and stop."""
+
+    def __init__(self, runtime: Runtime, seconds: float = 0.0):
+        self.runtime, self.seconds, self.started = runtime, seconds, None
+
+    def start(self) -> None:
+        self.runtime.sync()
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.runtime.sync()
+        self.seconds += time.perf_counter() - self.started
+        self.started = None
+
+    def now(self) -> float:
+        """Running total; while it runs, the host's view, which may lead or lag the device."""
+        return self.seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
 
 
 def check_world_size(cfg: RunConfig, world_size: int) -> str:
@@ -657,8 +677,8 @@ def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: to
     other = "torch" if dtype.itemsize == 2 else "reference"  # FlashAttention takes 16 bits only
     try:
         error = kernels.probe_attention(device, head_dim, dtype)
-        how = "agrees with" if error <= 0.05 else "differs from"
-        choice = ("triton" if error <= 0.05 else other, f"our kernel {how} the reference, to {error:.4f}")
+        choice, how = ("triton", "agrees with") if error <= 0.05 else (other, "differs from")
+        choice = (choice, f"our kernel {how} the reference, to {error:.4f}")
     except Exception as problem:  # any failure of an untried compiler or driver means: use the other implementation
         choice = (other, f"our kernel does not run here ({repr(problem).splitlines()[0]})")
     if dist.is_initialized():
@@ -730,10 +750,6 @@ class Streams(NamedTuple):
     injections: dict[int, Tensor]  # what the layer's residual takes of x0 and the bigram stream
 
 
-def _pad(rows: int, multiple: int) -> int:
-    return -(-rows // multiple) * multiple
-
-
 def _uniform(bound: float, *where) -> Callable[[Tensor, torch.Generator], object]:
     """Init rule: fill x[where] with U(-bound, bound); the rest stays zero."""
     return lambda x, generator: x[where].uniform_(-bound, bound, generator=generator)
@@ -770,11 +786,11 @@ def parameter_plan(cfg: ModelConfig, world_size: int = 1) -> dict[str, ParamInit
     gate_bias = torch.stack([lane_bias(lanes, gate_width, cfg.gate_scale) for lanes in gates])
     mudd_bias = torch.stack([lane_bias(lanes, mudd_width, MUDD_SCALE) for lanes in mudd])
     bound = 0.5 * (3 / D) ** 0.5  # half the std 1/sqrt(D) of a unit-gain layer
-    every = slice(None)
+    every, pad = slice(None), kernels.round_up
     plan = {
-        "qk_bank": ParamInit((_pad(A * N, world_size), 2 * H, D), low, _uniform(bound, slice(A * N))),
-        "vo_bank": ParamInit((_pad(2 * A, world_size), D, D), low, _uniform(bound, slice(2 * A))),
-        "mlp_bank": ParamInit((_pad(2 * L, max(PIECES, world_size)) // 2, 2, 4 * D, D), low, _uniform(bound, every, 0)),
+        "qk_bank": ParamInit((pad(A * N, world_size), 2 * H, D), low, _uniform(bound, slice(A * N))),
+        "vo_bank": ParamInit((pad(2 * A, world_size), D, D), low, _uniform(bound, slice(2 * A))),
+        "mlp_bank": ParamInit((pad(2 * L, max(PIECES, world_size)) // 2, 2, 4 * D, D), low, _uniform(bound, every, 0)),
         "scalars": ParamInit((2 * L + 2,), full, _fill(torch.tensor([0.5, 1.0] * L + [0.0, -1.5]))),
         "smear_gate": ParamInit((1, cfg.smear_dims), low, _fill(0.0)),
         "ve_gate_bank": ParamInit((planes, N, cfg.smear_dims), low, _fill(0.0)),
@@ -1035,7 +1051,7 @@ class GPT(nn.Module):
         v = extra(v) if extra else v
         window = view.long if spec.window == "long" else view.short
         y, q, k, v = attend(q, k, v, cu_seqlens, window=window, paired=paired, view=view)
-        dc = self.dc_weights(i, n, s)
+        dc = self.dc_gate(i, n, s)
         if dc is not None:
             window = self.cfg.dc_window
             y = dc_triton_kernels.dc_correction(q, k, v, *dc, y, cu_seqlens, scale=view.scale, window=window)
@@ -1045,7 +1061,7 @@ class GPT(nn.Module):
         o, grad = w.o[slot]
         return kernels.linear(y.reshape(n.shape), (o,), (grad,))[0]
 
-    def dc_weights(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
+    def dc_gate(self, i: int, n: Tensor, s: Streams) -> tuple[Tensor, Tensor] | None:
         """Per-token head weights (w1, w2), (T, N) each, of the DC correction, from gate lanes or (v1) an own MLP."""
         if ("dc_w1", i) in s.gates:
             w1, w2 = s.gates["dc_w1", i], s.gates["dc_w2", i]
@@ -1151,9 +1167,10 @@ class NorMuonAndAdam:
         named = dict(params)
         check_param_table(table, named)
         self.config, self.rank, self.world_size = config or OptimConfig(), rank, world_size
-        self.states = {spec.label: self._new_state(spec, named[spec.label]) for spec in table}  # scatter_order
+        self.states = {spec.label: self._new_state(spec, named[spec.label]) for spec in table}
         self.split = self.never_tied = not {"embed", "lm_head"} <= set(named)
-        self.work_order = sorted(self.states.values(), key=lambda state: state.spec.work)
+        self.scatter_order = list(self.states.values())  # the table's
+        self.work_order = sorted(self.scatter_order, key=lambda state: state.spec.work)
         self._agreed: dict[tuple[bool, bool], frozenset[str]] = {}
         self.sent = 0  # bytes to other ranks so far
         self._lay_out_hyper()
@@ -1169,7 +1186,7 @@ class NorMuonAndAdam:
         if not state.replicated and len(full) % self.world_size:
             raise ValueError(
                 f"{spec.label} has {len(full)} {'rows' if state.is_adam else 'matrices'}, which do not divide among "
-                f"{self.world_size} ranks: pad it to {_pad(len(full), self.world_size)}."
+                f"{self.world_size} ranks: pad it to {kernels.round_up(len(full), self.world_size)}."
             )
         state.shard = full if state.replicated else full.chunk(self.world_size)[self.rank]
         if spec.comms == "sparse" and self.world_size > 1:
@@ -1189,7 +1206,7 @@ class NorMuonAndAdam:
     def _lay_out_hyper(self) -> None:
         """One buffer holds every per-step number: a step uploads once, and compiled code holds no constant of it."""
         sizes = [5 if state.is_adam else 3 + len(state.shard) for state in self.states.values()]
-        padded = [_pad(size, 4) for size in sizes]  # 16-byte alignment
+        padded = [kernels.round_up(size, 4) for size in sizes]  # 16-byte alignment
         first = next(iter(self.states.values())).param
         wide = torch.promote_types(first.dtype, torch.float32)
         self._device = torch.zeros(sum(padded), dtype=wide, device=first.device)
@@ -1201,7 +1218,7 @@ class NorMuonAndAdam:
         replicated = [state for state in self.states.values() if state.is_adam and state.replicated]
         for dtype in dict.fromkeys(state.param.dtype for state in replicated):
             states = [state for state in replicated if state.param.dtype == dtype]
-            sizes = [_pad(state.param.numel(), kernels.ADAM_SEGMENT) for state in states]
+            sizes = [kernels.round_up(state.param.numel(), kernels.ADAM_SEGMENT) for state in states]
             joined = nn.Parameter(states[0].param.new_zeros(sum(sizes)))
             joined.grad = torch.zeros_like(joined)
             whole = self._new_state(dataclasses.replace(states[0].spec, label=str(dtype)), joined)
@@ -1241,10 +1258,8 @@ class NorMuonAndAdam:
         """momentum, beta2, decay, then the learning rate of every own matrix."""
         c, spec, (B, R, C) = self.config, state.spec, state.shard.shape
         lr = c.normuon_lr * lr_mul
-        first = 0 if state.replicated else self.rank * B  # slot factors go by the index in the whole bank
-        rates = [
-            lr * spec.lr_mul * max(1, R / C) ** 0.5 * spec.slot_lr[(first + b) % len(spec.slot_lr)] for b in range(B)
-        ]
+        mine = range(self.rank * B, (self.rank + 1) * B)  # slot factors go by the index in the whole bank
+        rates = [lr * spec.lr_mul * max(1, R / C) ** 0.5 * spec.slot_lr[slot % len(spec.slot_lr)] for slot in mine]
         return [momentum, c.normuon_beta2, lr * c.normuon_wd * spec.wd_mul, *rates]
 
     # -- step -------------------------------------------------------------------------------------------------------
@@ -1258,7 +1273,7 @@ class NorMuonAndAdam:
         changes after the first step of its kind raises where it changed.
         """
         active = [
-            s for s in self.states.values() if (do_adam or not s.is_adam) and (self.split or s.spec.label != "embed")
+            s for s in self.scatter_order if (do_adam or not s.is_adam) and (self.split or s.spec.label != "embed")
         ]
         if do_adam and not self.split:
             self._merge_tied_gradient()
@@ -1531,8 +1546,8 @@ class DataPlan(NamedTuple):
 
 def cu_length(tokens: int, documents: int) -> int:
     """Length of cu_seqlens for T tokens: v3's where that holds the documents, else as many as are needed."""
-    v3 = CU_SEQLENS.get(tokens, _pad(max(tokens // 300, 1), 128))
-    return max(v3, _pad(documents + 2, 16))
+    v3 = CU_SEQLENS.get(tokens, kernels.round_up(max(tokens // 300, 1), 128))
+    return max(v3, kernels.round_up(documents + 2, 16))
 
 
 def data_plan(cfg: RunConfig, pieces: int) -> DataPlan:
@@ -1621,7 +1636,7 @@ def split_piece(
     Each is filled up with documents of `filler` tokens that carry no target; the cut nearest to the even one is taken.
     """
     total = len(tokens) - 1
-    length = min(total, _pad(-(-total // splits) + max_len, 16))
+    length = min(total, kernels.round_up(-(-total // splits) + max_len, 16))
     cuts = [int(boundaries[np.abs(boundaries - total * k // splits).argmin()]) for k in range(splits + 1)]
     for start, end in zip(cuts, cuts[1:]):
         inside = boundaries[(boundaries >= start) & (boundaries <= end)] - start
@@ -1806,26 +1821,6 @@ def warmup_steps(cfg: RunConfig) -> list[int]:
 
 # === §8 Training ===
 # Owns warm-up, timed loop, validation, checkpoints. What the clock counts is FROZEN: changing it spoils comparisons.
-
-
-class Clock:
-    """Training time in seconds: stopped to validate and save, with the device idle at every start and stop."""
-
-    def __init__(self, runtime: Runtime, seconds: float = 0.0):
-        self.runtime, self.seconds, self.started = runtime, seconds, None
-
-    def start(self) -> None:
-        self.runtime.sync()
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        self.runtime.sync()
-        self.seconds += time.perf_counter() - self.started
-        self.started = None
-
-    def now(self) -> float:
-        """Running total; while it runs, the host's view, which may lead or lag the device."""
-        return self.seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
 
 
 class MicroStep:
@@ -2097,13 +2092,16 @@ def param_rows(cfg: RunConfig) -> list[dict]:
 
 
 def schedule_rows(cfg: RunConfig) -> list[dict]:
-    s, ends, events = cfg.schedule, stage_ends(cfg), {}
-    moments = ((split_step(cfg), "embed splits after this step"), (ends[-2], "extension"))
-    moments += ((cfg.total_steps - s.momentum_cooldown, "momentum falls"), (cfg.total_steps, "last validation"))
-    cooldown = (int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")
-    warm = (min(s.momentum_warmup, cfg.total_steps), "momentum is warm")
-    for step, event in ((0, "start"), *((end, "stage change") for end in ends[:-2]), *moments, cooldown, warm):
-        events[step] = f"{events[step]}, {event}" if step in events else event
+    s, ends, total, events = cfg.schedule, stage_ends(cfg), cfg.total_steps, {}
+    falls = total - s.momentum_cooldown
+    moments = [(0, "start"), *((end, "stage change") for end in ends[:-2]), (total, "last validation")]
+    moments += [(split_step(cfg), "embed splits after this step"), (ends[-2], "extension" * bool(cfg.extension_steps))]
+    moments += [(int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")]
+    moments += [(s.momentum_warmup, "momentum is warm" * (s.momentum_warmup <= falls))]
+    moments += [(max(s.momentum_warmup, falls), "momentum falls" * bool(s.momentum_cooldown))]
+    for step, event in moments:
+        if event and step < total or event == "last validation":
+            events[step] = f"{events[step]}, {event}" if step in events else event
     rows = []
     for step, event in sorted(events.items()):
         stage, view = stage_at(cfg, step), val_view(cfg, step, cfg.attention)  # a step's windows are its validation's
@@ -2170,7 +2168,8 @@ def run(cfg: RunConfig) -> None:
 def main(argv: list[str]) -> int:
     """Takes options, returns the exit code: 0; 2 after a sentence per problem; Stopped's own; 130 for early Ctrl+C."""
     if {"-h", "--help"} & set(argv):
-        options = "".join(f"\n    {name}={getattr(RunConfig(), name)}" for name in OPTIONS)
+        of = {name: f"  of {'|'.join(filter(None, words))}" for name, words in CHOICES.items()}
+        options = "".join(f"\n    {name}={getattr(RunConfig(), name)}{of.get(name, '')}" for name in OPTIONS)
         print(__doc__.partition("\n\nEvery run")[0], f"\n\nOptions and the record preset's values:{options}")
         return 0
     try:

@@ -1,5 +1,6 @@
 """triton_kernels.py: the trainer's GPU kernels. Every operation is a triple, but for `product` and `linear`, whose
-reference is torch's own product, and `fan` and `leading`, which only route gradients:
+reference is torch's own product, `quantize_head`, whose reference is two lines of it, `flash_attention`, which hands on
+to others' kernels, and `fan` and `leading`, which only route gradients:
 
     op_reference  eager torch, on any device, in its inputs' dtype up to fp64; fp32 or better inside for 16-bit inputs
     _op_kernel    Triton
@@ -1002,7 +1003,8 @@ def injections(gates, x, y):
             f"injections takes 1 to 8 pairs of gates, of which one may be None, not {len(gates)}: split the call")
     given = [g for pair in gates for g in pair if g is not None]
     _check_gates(given, x)
-    require(all(g.numel() == len(x) for g in given), f"gates must hold one number for each of {len(x)} tokens")
+    require(all(g.numel() == len(x) for g in given), f"gates must hold one number for each of {len(x)} "
+            f"tokens, not {[tuple(g.shape) for g in given]}: leave a gate out by None")
     if not use_kernel(x, y):
         return injections_reference(gates, x, y)
     require(x.shape[1] <= 2048 and all(t.element_size() <= 4 for t in (x, *given)),
@@ -1853,7 +1855,8 @@ def _check_signs(signs, T, D):
 
 
 def lookup_gather(rows_T: Tensor, tables: list[Tensor], signs=None) -> list[Tensor]:
-    """table[rows], (T, D), of every table, in one launch; no gradient.  Reference: lookup_gather_reference.
+    """table[rows], (T, D), of every table, in one launch; no gradient.  Reference: lookup_gather_reference. Raises
+    ValueError.
 
     tables  (V, D) each, contiguous, one D and dtype
     signs   None or (sign_table (R, D), sign_rows (T,)): every stream is multiplied by sign_table[sign_rows]
@@ -1880,7 +1883,7 @@ def lookup_add_(grads: list[Tensor], order: tuple[Tensor, Tensor], ds: list[Tens
     ds     (T, D) each, one dtype, rows of any stride
     signs  as in `lookup_gather`: d[t] counts times its sign row
 
-    Reference: lookup_add_reference.
+    Reference: lookup_add_reference. Raises ValueError.
     """
     sorted_rows, positions = order
     T, D = len(sorted_rows), grads[0].shape[1]
@@ -2053,6 +2056,7 @@ def xxt(x_BRC: Tensor) -> Tensor:
     Out   (B, R, R) or (R, R) in x's dtype, contiguous; summed in fp32, rounded once
     Grad  none: for the optimizer
     Why   half of a symmetric product is a copy of the other half, so only one triangle of tiles is computed
+    Raises ValueError
     """
     _check_bank(x_BRC)
     return _launch_symmetric(x_BRC) if _use_matrix_kernel(x_BRC) else xxt_reference(x_BRC)
@@ -2070,6 +2074,7 @@ def ba_plus_caa(a_BRR: Tensor, beta: float, alpha: float, diagonal: float = 0.0)
     In    a_BRR (B, R, R) or (R, R), symmetric (of any other A the lower triangle of beta A would be mirrored), any R
     Out   as A, contiguous; summed in fp32, rounded once
     Grad  none: for the optimizer
+    Raises ValueError
     """
     _check_bank(a_BRR)
     require(a_BRR.shape[-1] == a_BRR.shape[-2], f"A must be square, got {tuple(a_BRR.shape)}; pass X X^T or X^T X")
@@ -2111,6 +2116,7 @@ def polar_express(x_BRC: Tensor) -> Tensor:
     Grad  none: for the optimizer
     Why   three products an iteration and nothing else. a X is folded into the step matrix as a I, so X <- step X needs
           no copy of X to add to; the norm comes from the first Gram matrix (see _symmetric_kernel)
+    Raises ValueError
     """
     _check_bank(x_BRC)
     if not _use_matrix_kernel(x_BRC) or x_BRC.dtype == torch.float16:  # 1 / norm may pass fp16's largest number
@@ -2364,7 +2370,8 @@ def linear(x_TD: Tensor, weights: tuple[Tensor, ...], grads: tuple[Tensor | None
     """x w^T for each weight (F, D), all of one dtype: (T, F) each.
 
     grads: where each weight's gradient is added in place, by the product itself, instead of going to autograd; None
-    for autograd. x's gradients meet in one product. Off the GPU, and with REFERENCE_OPS=1, autograd does it all.
+    for autograd. x's gradients meet in one product. Off the GPU, and with REFERENCE_OPS=1, autograd does it all. Raises
+    ValueError.
     """
     require(1 <= len(weights) <= 2, f"linear takes one weight or two, not {len(weights)}: call it again for the others")
     for w_FD in weights:
@@ -2683,6 +2690,7 @@ def mlp(n_TD: Tensor, w_fc_FD: Tensor, w_proj_FD: Tensor, fp8: QuantizedWeight |
     Out   (T, D) in n's dtype
     Grad  to n, w_fc and w_proj, all from the unquantized operands (straight-through). Kept for it: n and
           post = relu(pre)^2, nothing of pre (see _mlp_kernel)
+    Raises ValueError
     """
     require(n_TD.ndim == w_fc_FD.ndim == 2 and w_fc_FD.shape == w_proj_FD.shape and n_TD.shape[1] == w_fc_FD.shape[1],
             f"mlp takes n (T, D) and two weights (F, D), got {tuple(n_TD.shape)}, {tuple(w_fc_FD.shape)} and "
@@ -3114,7 +3122,8 @@ def _check_fold(scale_B, *banks):
 def fold_(folded_BFD: Tensor, w_BFD: Tensor, scale_B: Tensor) -> None:
     """folded = w * scale, matrix by matrix, in place.  Reference: fold_reference_.
 
-    folded_BFD, w_BFD (B, F, D), one dtype, every matrix contiguous; scale_B (B,) fp32 (fp64 for fp64). ValueError.
+    folded_BFD, w_BFD (B, F, D), one dtype, every matrix contiguous; scale_B (B,) fp32 (fp64 for fp64). Raises
+    ValueError.
     """
     if not _check_fold(scale_B, folded_BFD, w_BFD):
         return fold_reference_(folded_BFD, w_BFD, scale_B)
@@ -3126,7 +3135,7 @@ def fold_(folded_BFD: Tensor, w_BFD: Tensor, scale_B: Tensor) -> None:
 def unfold_(dfolded_BFD: Tensor, w_BFD: Tensor, scale_B: Tensor, dw_BFD: Tensor) -> Tensor:
     """The way back: adds dfolded * scale to dw, clears dfolded and returns the gradient of scale, all in one pass.
 
-    Banks and numbers as in fold_. Bitwise repeatable.  Reference: unfold_reference_.
+    Banks and numbers as in fold_. Bitwise repeatable.  Reference: unfold_reference_. Raises ValueError.
     """
     if not _check_fold(scale_B, dfolded_BFD, w_BFD, dw_BFD):
         return unfold_reference_(dfolded_BFD, w_BFD, scale_B, dw_BFD)
@@ -3925,9 +3934,11 @@ def _check_fp8(lm_head):
 def quantize_head(lm_head):
     """lm_head (D, V) in e4m3 in both layouts: once per optimizer step is enough, see head_loss(quantized=).
 
-    On a GPU for 16-bit weights only: from fp32 the transposed layout came out with rows missing (Triton 3.6).
+    On a GPU for 16-bit weights only, else ValueError: from fp32 the transposed layout came out with rows missing
+    (Triton 3.6).
     """
-    require(not lm_head.is_cuda or lm_head.element_size() == 2, f"FP8 takes a 16-bit head, not {lm_head.dtype}")
+    require(not lm_head.is_cuda or lm_head.element_size() == 2,
+            f"FP8 takes a 16-bit head, not {lm_head.dtype}: cast it, or leave FP8 off")
     if use_kernel(lm_head) and lm_head.dtype != torch.float64:
         return QuantizedHead(*_quantize_head(lm_head.detach()))
     w8_DV = (lm_head.detach().float() / W_SCALE).clamp(-448, 448).to(E4M3)
@@ -3961,6 +3972,7 @@ def head_cross_entropy(x, lm_head, targets, chunk=8192):
 
     In    as head_loss; products in x's dtype, softcap and cross-entropy in fp32 (fp64 for fp64), `chunk` rows at a time
     Out   loss (T,) in nats, 0 where the target is negative; no gradient
+    Raises ValueError
     """
     require(chunk > 0, "chunk counts rows and must be positive, got 0 or less; leave it at its default")
     if not use_kernel(x, lm_head, targets) or x.dtype == torch.float64:
@@ -4009,7 +4021,8 @@ def _transpose(src, dst, add):
 
 
 def transpose_copy(src, dst):
-    """dst[n, m] = src[m, n], any strides; the kernel takes elements of 1, 2 or 4 bytes, others the reference."""
+    """dst[n, m] = src[m, n], any strides; the kernel takes elements of 1, 2 or 4 bytes, others the reference. Raises
+    ValueError."""
     _check_transpose(src, dst)
     if not use_kernel(src, dst) or src.element_size() > 4:
         return transpose_copy_reference(src, dst)
@@ -4018,7 +4031,7 @@ def transpose_copy(src, dst):
 
 
 def transpose_add(src, dst):
-    """dst[n, m] += src[m, n] for floating-point elements, any strides."""
+    """dst[n, m] += src[m, n] for floating-point elements, any strides. Raises ValueError."""
     _check_transpose(src, dst)
     if not use_kernel(src, dst):
         return transpose_add_reference(src, dst)

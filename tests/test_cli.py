@@ -168,6 +168,7 @@ RUN_ID = "run_id= takes up to 100 letters, digits, - _, inner dots, not latest; 
     [
         (["schedule_steps=5"], r"unknown option 'schedule_steps=5'; did you mean scheduled_steps=\?"),
         (["--seed=1"], r"unknown option '--seed=1'; did you mean seed=\?"),
+        (["steps=5"], r"unknown option 'steps=5'; did you mean scheduled_steps= or extension_steps=\?"),
         (["valtokens=1"], r"unknown option 'valtokens=1'; did you mean val_tokens=\?"),
         (["zzz=1"], rf"unknown option 'zzz=1'; options are {', '.join(OPTIONS)}\."),
         (["zzz"], rf"unknown option 'zzz'; options are {', '.join(OPTIONS)}\."),
@@ -271,6 +272,16 @@ def test_the_schedule_shows_every_event(capfd, variant, split):
     for event in ("start", "momentum is warm", "cooldown starts", "momentum falls", "extension"):
         assert event in table
     assert re.search(r"2560 .* last validation$", table, re.M)  # which looks further back than any step
+
+
+@pytest.mark.parametrize(("steps", "extension", "falls"), [(3, 0, ""), (30, 6, ""), (150, 6, ""), (310, 6, "300")])
+def test_the_schedule_of_a_short_run_shows_no_other_steps(capfd, steps, extension, falls):
+    """310: momentum's warm-up runs into its cooldown, so that it never is warm, and falls from its last step on."""
+    table = shown(capfd, "show=schedule", f"scheduled_steps={steps}", f"extension_steps={extension}")
+    rows = [int(row) for row in re.findall(r"^(-?\d+) ", table, re.M)]
+    assert rows[0] == 0 and rows[-1] == steps + extension and "momentum is warm" not in table
+    assert re.findall(r"^(\d+) .*momentum falls", table, re.M) == [falls] * bool(falls)
+    assert ("extension" in table) == bool(extension)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -404,6 +415,7 @@ def test_choices_that_need_a_gpu(refuse, data, word, sentence):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("preset=demo fp8=on", "fp8=on takes bfloat16 models, which preset=demo is not: use fp8=auto."),
         ("preset=demo attention=torch", "attention=torch takes 16-bit models, which preset=demo is not: use auto."),
         ("preset=demo attention=fa4", "attention=fa4 takes 16-bit models, which preset=demo is not: use auto."),
         ("attention=fa4", "attention=fa4 needs the package flash-attn-4 (pip install flash-attn-4), or use auto."),
@@ -412,6 +424,7 @@ def test_choices_that_need_a_gpu(refuse, data, word, sentence):
 )
 def test_choices_that_need_more_than_a_gpu(monkeypatch, words, sentence):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if not installed, wherever this runs
     assert preflight.check_choices(parse_options(words.split())) == sentence
 

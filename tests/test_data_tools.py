@@ -31,6 +31,7 @@ import demo_text  # noqa: E402
 import fineweb  # noqa: E402
 import verify  # noqa: E402
 
+import train_gpt  # noqa: E402
 from train_gpt import RunConfig, check_shard, read_shard, stages_by_step, write_shard  # noqa: E402
 
 BYTES = {"vocab_size": 257, "bos_id": 256}
@@ -115,6 +116,20 @@ def test_demo_command_prints_the_bigram_baseline(tmp_path, capsys, demo):
     baseline = demo_text.bigram_baseline(*map(read_shard, demo), vocab_size=257)
     assert f"{baseline:.4f} nats per token" in capsys.readouterr().out
     assert 2.0 < baseline < 3.0  # English text: well below the 4-odd nats of byte frequencies' worst case, ln 257 = 5.5
+
+
+def test_the_verdict_is_on_the_text_that_validation_serves(tmp_path, demo):
+    """Also where it is spread over several shards, of each of which validation takes whole groups of sequences."""
+    cfg = train_gpt.parse_options(["preset=demo", "val_tokens=32768"])
+    train, val = (read_shard(path) for path in demo)
+    parts = [tmp_path / name for name in ("whole.bin", "first.bin", "second.bin")]
+    for path, part in zip(parts, (val[:32769], val[:20000], val[16384:32769])):
+        train_gpt.write_shard(path, part)
+    shards = [train_gpt.ShardInfo(demo[0], *[None] * (len(train_gpt.ShardInfo._fields) - 1))]
+    told = [demo_text.verdict(2.0, train_gpt.DataPlan(shards, paths, {}), cfg) for paths in (parts[:1], parts[1:])]
+    numbers = [float(line.split("below the ")[1].split()[0]) for line in told]
+    assert numbers[0] == pytest.approx(demo_text.bigram_baseline(train, val[:32769], 257), abs=1e-4)
+    assert numbers[1] == pytest.approx(numbers[0], abs=1e-3) and all(line.endswith("nats/byte") for line in told)
 
 
 def plain_bigram(train: list[int], val: list[int], vocab_size: int) -> float:
