@@ -187,7 +187,7 @@ def copy_into(held: Tensor, fresh: Tensor) -> None:
 
 
 class Watch:
-    """Looks out for what ends a run early: SIGINT, SIGTERM, and a loss that is no number or far worse than guessing.
+    """Looks out for what ends a run early: signals, and a loss that is no number or far worse than guessing.
 
     Training does not wait for it. A loss is copied to the host behind the step and read EVERY steps later; ranks tell
     each other of losses and signals over gloo, and hear the answer after another EVERY steps. Alone, a process sees its
@@ -207,19 +207,22 @@ class Watch:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """While inside, a first SIGINT or SIGTERM is noted, and a second one ends the process at once."""
+        """While inside, a first SIGINT, SIGTERM or SIGHUP is noted, and a second one ends the process at once. nohup's
+        runs go on ignoring SIGHUP."""
         launched, since = "TORCHELASTIC_RUN_ID" in os.environ, 0.0
 
         def note(number: int, _) -> None:
             nonlocal since
             if not self.received:
                 self.received, since = number, time.monotonic()
-                if self.rank == 0:  # not print(): it may have been interrupted itself
-                    os.write(2, b"\nfinishing what is in hand, saving if steps are left; a second signal ends all\n")
+                if self.rank == 0:
+                    with contextlib.suppress(OSError):  # the terminal may be gone; not print(), it may be interrupted
+                        os.write(2, b"\nfinishing what is in hand, saving if steps are left; a second one ends all\n")
             elif not launched or time.monotonic() > since + 1:  # a launcher passes on what its ranks have got as well
                 os._exit(128 + number)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
         try:
             yield
         finally:

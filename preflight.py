@@ -143,6 +143,17 @@ def try_gpu(device: torch.device, rank: int, world_size: int) -> None:
         raise ValueError(f"a first {what} failed on rank {rank} ({why}): {remedy}") from problem
 
 
+def show(text: str) -> None:
+    """Print a line. Where nobody can read it any more (a closed pipe or terminal, a full disk), go on in silence."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            why = f"lines cannot be shown any more ({error.strerror})"
+            print(f"warning: {why}; the run goes on and writes its log.", file=sys.stderr, flush=True)
+
+
 class RunLog:
     """logs/<run_id>.txt on rank 0. `say` also prints; other ranks do nothing. A run goes on where it cannot write."""
 
@@ -168,8 +179,13 @@ class RunLog:
     def say(self, text: str) -> None:
         """Append a line to the file and show it."""
         if self.path:
-            print(text, flush=True)
             self.write(text)
+            show(text)
+
+    def end(self) -> None:
+        """Say where the log is."""
+        if self.path:
+            show(f"log: {self.path}" if self.path.exists() else f"warning: the log {self.path} was removed meanwhile.")
 
     def embed(self, name: str, text: str) -> None:
         """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""

@@ -66,7 +66,7 @@ PY
 
 run_modules="torch numpy tqdm"
 case "${1:-}" in
-demo)
+demo) # one process, whatever NPROC= says
     shift
     choose_python requirements.txt $run_modules
     compgen -G "${DATA_PATH:-.}/data/demo/*.bin" >/dev/null || "$python" data/demo_text.py

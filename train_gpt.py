@@ -1483,8 +1483,9 @@ def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
     where, names = Path(folder, pattern), glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
     found = sorted(path for path in map(Path, names) if not path.is_dir())
     if not found:
-        remedy = "python data/demo_text.py" if cfg.preset == "demo" else "python data/cached_fineweb10B.py"
-        raise ValueError(f"no shards match {where}: get them with {remedy} (or set DATA_PATH or the files option).")
+        usual = {"data/demo": "demo_text", "data/fineweb10B": "cached_fineweb10B"}.get(os.path.dirname(pattern))
+        remedy = f"get them with python data/{usual}.py" if usual else f"correct the files option, read in {Path.cwd()}"
+        raise ValueError(f"no shards match {where}: {remedy} (or set DATA_PATH{' or the files option' * bool(usual)}).")
     return found
 
 
@@ -2093,12 +2094,11 @@ def param_rows(cfg: RunConfig) -> list[dict]:
 
 def schedule_rows(cfg: RunConfig) -> list[dict]:
     s, ends, total, events = cfg.schedule, stage_ends(cfg), cfg.total_steps, {}
-    falls = total - s.momentum_cooldown
+    warm, falls = s.momentum_warmup, total - s.momentum_cooldown
     moments = [(0, "start"), *((end, "stage change") for end in ends[:-2]), (total, "last validation")]
     moments += [(split_step(cfg), "embed splits after this step"), (ends[-2], "extension" * bool(cfg.extension_steps))]
     moments += [(int(cfg.scheduled_steps * (1 - s.cooldown)), "cooldown starts")]
-    moments += [(s.momentum_warmup, "momentum is warm" * (s.momentum_warmup <= falls))]
-    moments += [(max(s.momentum_warmup, falls), "momentum falls" * bool(s.momentum_cooldown))]
+    moments += [(warm, "momentum is warm" * (warm <= falls)), (max(warm, falls), "momentum falls" * (falls < total))]
     for step, event in moments:
         if event and step < total or event == "last validation":
             events[step] = f"{events[step]}, {event}" if step in events else event
@@ -2158,8 +2158,7 @@ def run(cfg: RunConfig) -> None:
             log.say("peak memory allocated: {} MiB reserved: {} MiB".format(*peaks))
         if demo and runtime.main:
             log.say(demo.verdict(loss, plan, cfg))
-        if runtime.main:
-            print(f"log: {log.path}")
+        log.end()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -2169,8 +2168,9 @@ def main(argv: list[str]) -> int:
     """Takes options, returns the exit code: 0; 2 after a sentence per problem; Stopped's own; 130 for early Ctrl+C."""
     if {"-h", "--help"} & set(argv):
         of = {name: f"  of {'|'.join(filter(None, words))}" for name, words in CHOICES.items()}
-        options = "".join(f"\n    {name}={getattr(RunConfig(), name)}{of.get(name, '')}" for name in OPTIONS)
-        print(__doc__.partition("\n\nEvery run")[0], f"\n\nOptions and the record preset's values:{options}")
+        cfg = PRESETS["demo" if "preset=demo" in argv else "record"]()
+        options = "".join(f"\n    {name}={getattr(cfg, name)}{of.get(name, '')}" for name in OPTIONS)
+        print(__doc__.partition("\n\nEvery run")[0], f"\n\nOptions and the {cfg.preset} preset's values:{options}")
         return 0
     try:
         cfg = parse_options(argv)
@@ -2187,10 +2187,11 @@ def main(argv: list[str]) -> int:
         told, code = str(problem), getattr(problem, "code", 2)
     except KeyboardInterrupt:
         told, code = "interrupted outside the training loop: nothing new was saved.", 130
-    rank = os.environ.get("RANK", "")
-    world_size = os.environ.get("WORLD_SIZE", "")
+    rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size):
         time.sleep(5)  # rank 0 tells, and the launcher then ends this rank; where it does not, this one has to tell
+        if code != 2:  # all ranks stopped together, and rank 0 knows the path to go on from
+            return code
     print("\n".join(f"error: {line}" for line in told.splitlines()), file=sys.stderr)
     return code
 

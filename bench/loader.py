@@ -36,10 +36,10 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         return print(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        options = list(argv)
+        options, asked = list(argv), train_gpt.parse_options(argv)
         if not any(word.startswith("train_files=") for word in argv):
             for seed, name in enumerate(("train_1", "train_2", "val")):
-                tokens = synthetic_tokens(TOKENS, 50257, 50256, seed)
+                tokens = synthetic_tokens(TOKENS, asked.vocab_size, asked.bos_id, seed)
                 train_gpt.write_shard(Path(folder) / f"{name}.bin", tokens)
             options += [f"train_files={folder}/train_*.bin", f"val_files={folder}/val.bin", "scheduled_steps=60"]
         cfg = train_gpt.parse_options(options)

@@ -16,10 +16,12 @@ The field's FineWeb-10B in this form: `hf download HuggingFaceFW/fineweb --repo-
 (the published shards that data/cached_fineweb10B.py fetches cut documents at shard ends; ours do not).
 """
 
+import glob
 import gzip
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -430,10 +432,11 @@ def report(writers: dict[str, ShardWriter], encoding: Any, shard_tokens: int, va
     for split, wanted in (("train", val_fraction < 1), ("val", val_fraction > 0)):
         if wanted and not writers[split].shards:
             raise ValueError(
-                f"none of the {total:,} documents fell to {split} with --val-fraction {val_fraction:g}: choose another "
-                "fraction (with --fresh), or give more documents."
+                f"none of the {total:,} documents fell to {split} with --val-fraction {val_fraction:g}, and pieces of "
+                "one stay together: choose another fraction (with --fresh), or give more documents."
             )
-    files = " ".join(f"{split}_files='{writer.stem}_*.bin'" for split, writer in writers.items() if writer.shards)
+    globs = {split: glob.escape(str(writer.stem)) + "_*.bin" for split, writer in writers.items() if writer.shards}
+    files = " ".join(f"{split}_files={shlex.quote(pattern)}" for split, pattern in globs.items())
     print(f"train with: {files} vocab_size={encoding.n_vocab} bos_id={encoding.eot_token}")
 
 

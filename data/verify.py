@@ -66,7 +66,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
         print(f"error: {explain(error)}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted: finished shards are kept.", file=sys.stderr)
+        print("interrupted: what was finished is kept.", file=sys.stderr)
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,6 +10,7 @@ The model reads its whole context again for every token: slow, simple, and the v
 
 import argparse
 import codecs
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     encoding, utf8 = encoding_of(trained.cfg), codecs.getincrementaldecoder("utf-8")(errors="replace")
     print(args.prompt, end="", flush=True)
     prompt = list(map(int, encoding.encode_ordinary(args.prompt)))
+    longest = max(stage.max_doc_len for stage in trained.cfg.schedule.stages)
+    if len(prompt) > longest:
+        print(f"note: a slow prompt, {len(prompt)} tokens; the model knows documents of {longest}", file=sys.stderr)
     options = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "seed")}
     for token in generate(trained, prompt, **options):
         print(utf8.decode(token_bytes(encoding, token)), end="", flush=True)
@@ -177,3 +181,5 @@ if __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # its reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -7,6 +7,7 @@ deviations to both sides), step time by stage, and every run's final loss beside
 takes. Stages are those that the logs' warm-up line tells, unless --stages gives the first step of each but the first.
 """
 import argparse
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -135,10 +136,11 @@ def draw(groups: list[Group], target: float, stages: tuple[int, ...] | None):
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    starts = (0, *(int(start) for start in text.split(",")))
-    if any(a >= b for a, b in zip(starts, starts[1:])):
-        raise argparse.ArgumentTypeError(f"first steps of stages rise and are above 0; got {text}; try 425,850,1275")
-    return starts
+    with contextlib.suppress(ValueError):
+        starts = (0, *(int(start) for start in text.split(",")))
+        if all(a < b for a, b in zip(starts, starts[1:])):
+            return starts
+    raise argparse.ArgumentTypeError(f"first steps of stages rise and are above 0; got {text}; try 425,850,1275")
 
 
 def main() -> None:

@@ -229,6 +229,8 @@ def write_record(record: Record, records: Path, against: Path | None = None) -> 
     """Make the record's folder in `records`, whole or not at all."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", record.name):
         raise ValueError(f"--name must hold letters, digits, '.', '_', '-' only; got {record.name!r}; try MuddGated.")
+    if not records.is_dir():
+        raise ValueError(f"--to names a folder that is there, and {records} is none; make it first.")
     final = records / record.folder
     if final.exists():
         raise ValueError(f"A record is never overwritten, and {final} exists; choose another --name or --date.")

@@ -8,6 +8,7 @@ sd is a sample's (n - 1). 'Welch p' is the two-sided test of the difference on i
 test that the mean loss is below the target.
 """
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -137,7 +138,8 @@ def md_table(rows: list[Row]) -> str:
 def lists(row: Row, baseline: Row, target: float) -> str:
     """Every run of a group, and its tests with the digits that the text table has no room for."""
     if math.isnan(row.target_p):
-        verdict = "no p: it takes two finite losses or more"
+        ended = "every run must have ended in a finite loss" if row.n > 1 else "it takes two losses or more"
+        verdict = f"no p: {ended}"
     else:
         verdict = f"p = {row.target_p:.2e}: " + ("below" if row.target_p < SIGNIFICANT else "NOT shown to be below")
         verdict += f" {target:g} at p < {SIGNIFICANT}"
@@ -184,10 +186,10 @@ def to_json(rows: list[Row], baseline: Group, target: float, notes: list[str]) -
 
 
 def parse_target(text: str) -> float:
-    target = float(text)
-    if not math.isfinite(target):
-        raise argparse.ArgumentTypeError(f"the target must be a finite loss; got {text}; try 3.28")
-    return target
+    with contextlib.suppress(ValueError):
+        if math.isfinite(target := float(text)):
+            return target
+    raise argparse.ArgumentTypeError(f"the target must be a finite loss; got {text}; try 3.28")
 
 
 def main() -> None:

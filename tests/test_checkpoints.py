@@ -508,8 +508,10 @@ def wait_for(path: Path, text: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_run_after_a_whole_state(whole, call, workplace, number, code):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("these tests run under nohup")
     process = start(tiny(run_id="a", checkpoint_every=0), workplace)
     wait_for(workplace / "logs" / "a.txt", "step:1/7 train_time")
     os.kill(process.pid, number)
@@ -518,7 +520,7 @@ def test_a_signal_ends_the_run_after_a_whole_state(whole, call, workplace, numbe
     step = int(path.stem[-6:])
     why = f"{number.name} stopped the run after step {step} of 7: go on with resume={path.relative_to(workplace)}"
     assert f"error: {why}" in told and "Traceback" not in told
-    assert "finishing what is in hand, saving if steps are left; a second signal ends all" in told
+    assert "finishing what is in hand, saving if steps are left; a second one ends all" in told
     assert why in (workplace / "logs" / "a.txt").read_text()
     assert call(tiny(run_id="b", resume="latest")) == (0, [])
     assert same(state_file(workplace, "b", 7), state_file(whole, "whole", 7))
@@ -558,6 +560,7 @@ def test_torchrun_passes_its_signal_on(whole, call, workplace):
     [path] = (workplace / "logs" / "a").iterdir()
     step = int(path.stem[-6:])
     assert process.returncode != 0 and f"error: SIGTERM stopped the run after step {step} of 301" in told
+    assert told.count("go on with resume=") == 1
     assert torch.load(path)["step"] == step and torch.load(path)["world_size"] == 2
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
 

@@ -3,6 +3,7 @@
 A refusal is exit code 2 and one line for each problem on stderr; nothing is printed besides, written or overwritten.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -680,6 +681,35 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
         f"warning: {tmp_path / 'log.txt'} cannot be written (No space left on device): free some space; the run goes "
         "on and only shows its lines.\n"
     )
+
+
+@pytest.mark.parametrize("reader", ["a full disk", "a closed pipe"])
+def test_a_run_goes_on_where_nobody_reads_it(tmp_path, reader):
+    program = "import pathlib, preflight\nlog = preflight.RunLog(pathlib.Path('log.txt'))\n" + 3 * "log.say('line')\n"
+    with contextlib.ExitStack() as files:
+        if reader == "a full disk":
+            out = files.enter_context(open("/dev/full", "w"))
+        else:
+            closed, end = os.pipe()
+            os.close(closed)
+            out = files.enter_context(open(end, "w"))
+        done = subprocess.run(
+            [sys.executable, "-c", program + "log.end()"], cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(preflight.__file__).parent)},
+        )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == 3 * "line\n"
+    [told] = done.stderr.splitlines()
+    assert re.fullmatch(r"warning: lines cannot be shown any more \(.+\); the run goes on and writes its log\.", told)
+
+
+def test_a_log_that_was_removed_is_not_named_as_there(tmp_path, capfd):
+    log = RunLog(tmp_path / "log.txt")
+    log.end()
+    log.path.unlink()
+    log.end()
+    assert capfd.readouterr().out.splitlines() == [
+        f"log: {log.path}", f"warning: the log {log.path} was removed meanwhile."
+    ]  # fmt: skip
 
 
 def test_other_ranks_keep_no_log(capfd):

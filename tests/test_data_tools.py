@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -423,7 +424,7 @@ def test_the_command_says_that_a_partial_last_shard_is_expected(source, tmp_path
 def test_an_empty_split_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a single document"])
     command = [str(path), "--out", str(tmp_path / "mine"), "--encoding", "bytes", "--workers", "1"]
-    with pytest.raises(ValueError, match="none of the 1 documents fell to val .* choose another fraction"):
+    with pytest.raises(ValueError, match="none of the 1 documents fell to val .* stay together: choose another"):
         fineweb.main([*command, "--val-fraction", "1e-9"])
 
 
@@ -490,7 +491,19 @@ def test_workers_leave_with_a_parent_that_is_stopped(source, tmp_path, stop):
     _, err = process.communicate(timeout=60)  # ends once no worker holds the pipes
     assert process.returncode == (130 if stop == "SIGINT" else -signal.SIGKILL)
     assert "Traceback" not in err
-    assert (err.strip().splitlines()[-1] == "interrupted: finished shards are kept.") == (stop == "SIGINT")
+    assert (err.strip().splitlines()[-1] == "interrupted: what was finished is kept.") == (stop == "SIGINT")
+
+
+def test_the_line_to_train_with_can_be_pasted(tmp_path, monkeypatch, capsys):
+    """Whatever the folder is called: a shell reads the words that the trainer then finds the shards with."""
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(40)])
+    fineweb.main([str(path), "--out", str(tmp_path / "it's [mine] ?"), "--encoding", "bytes", "--val-fraction", "0.5"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(line.removeprefix("train with:"))
+    cfg = train_gpt.parse_options(["preset=demo", *words])
+    for split in "train", "val":
+        [shard] = train_gpt.find_shards(getattr(cfg, f"{split}_files"), cfg)
+        assert shard.name.startswith(f"it's [mine] ?_{split}_")
 
 
 # === verify ===
