@@ -207,8 +207,8 @@ class Watch:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """While inside, a first SIGINT, SIGTERM or SIGHUP is noted, and a second one ends the process at once. nohup's
-        runs go on ignoring SIGHUP."""
+        """While inside, a first SIGINT, SIGTERM or SIGHUP is noted, and a second SIGINT or SIGTERM ends the process at
+        once; a closing terminal sends SIGHUP twice. Under nohup SIGHUP stays ignored (but torchrun undoes that)."""
         launched, since = "TORCHELASTIC_RUN_ID" in os.environ, 0.0
 
         def note(number: int, _) -> None:
@@ -217,9 +217,9 @@ class Watch:
                 self.received, since = number, time.monotonic()
                 if self.rank == 0:
                     with contextlib.suppress(OSError):  # the terminal may be gone; not print(), it may be interrupted
-                        os.write(2, b"\nfinishing what is in hand, saving if steps are left; a second one ends all\n")
-            elif not launched or time.monotonic() > since + 1:  # a launcher passes on what its ranks have got as well
-                os._exit(128 + number)
+                        os.write(2, b"\nfinishing what is in hand, saving if steps are left; a second signal ends it\n")
+            elif number != signal.SIGHUP and (not launched or time.monotonic() > since + 1):
+                os._exit(128 + number)  # not within a second of a launcher's, which passes on what its ranks have got
 
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}

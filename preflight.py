@@ -13,8 +13,10 @@ import subprocess
 import sys
 import sysconfig
 import uuid
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -143,15 +145,36 @@ def try_gpu(device: torch.device, rank: int, world_size: int) -> None:
         raise ValueError(f"a first {what} failed on rank {rank} ({why}): {remedy}") from problem
 
 
-def show(text: str) -> None:
-    """Print a line. Where nobody can read it any more (a closed pipe or terminal, a full disk), go on in silence."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        with contextlib.suppress(OSError):
-            why = f"lines cannot be shown any more ({error.strerror})"
-            print(f"warning: {why}; the run goes on and writes its log.", file=sys.stderr, flush=True)
+class Steady:
+    """A text stream that falls silent where it cannot be written any more (a closed pipe or terminal, a full disk)."""
+
+    def __init__(self, stream: TextIO | None, name: str):
+        self.stream, self.name, self.silent = stream or open(os.devnull, "w"), name, False
+
+    def write(self, text: str) -> int:
+        return self._try(self.stream.write, text) or 0
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, call: Callable, *given) -> int | None:
+        try:
+            return call(*given)
+        except OSError as error:
+            if not self.silent:
+                self.silent = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+                print(f"warning: {self.name} cannot be written any more ({error.strerror}).", file=sys.stderr)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def steadily(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """main(argv), which goes on where nobody reads what it prints."""
+    out, err = Steady(sys.stdout, "standard output"), Steady(sys.stderr, "standard error")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return main(argv)
 
 
 class RunLog:
@@ -180,12 +203,12 @@ class RunLog:
         """Append a line to the file and show it."""
         if self.path:
             self.write(text)
-            show(text)
+            print(text, flush=True)
 
     def end(self) -> None:
         """Say where the log is."""
         if self.path:
-            show(f"log: {self.path}" if self.path.exists() else f"warning: the log {self.path} was removed meanwhile.")
+            print(f"log: {self.path}" if self.path.exists() else f"warning: the log {self.path} was removed meanwhile.")
 
     def embed(self, name: str, text: str) -> None:
         """Embed one source file between markers; `bytes` counts the text itself, whatever it contains."""

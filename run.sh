@@ -37,7 +37,7 @@ choose_python() {
                 fail "pip could not install $file (its message is above): check the network, then run this again."
         fi
     fi
-    "$python" - "$file" <<'PY'
+    "$python" - "$file" <<'PY' || true
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -50,9 +50,10 @@ lines = open(sys.argv[1]).read().splitlines()
 for line in lines:
     if line.startswith("-r "):
         lines += open(line[3:].strip()).read().splitlines()
-    if not line.strip() or line.startswith(("#", "-r")):
+    line = line.split(" #")[0].strip()
+    if not line or line.startswith(("#", "-r")):
         continue
-    pin = Requirement(line.strip())
+    pin = Requirement(line)
     if pin.marker and not pin.marker.evaluate():
         continue
     try:

@@ -418,7 +418,7 @@ def parse_options(argv: Iterable[str]) -> RunConfig:
         if key not in OPTIONS:
             bare = key.lstrip("-")
             near = [name for name in OPTIONS if bare and (name.startswith(bare) or bare in name.split("_"))]
-            near = near or difflib.get_close_matches(bare, OPTIONS, n=1, cutoff=0.5)
+            near = near[:3] or difflib.get_close_matches(bare, OPTIONS, n=1, cutoff=0.5)
             hint = f"did you mean {'= or '.join(near)}=?" if near else f"options are {', '.join(OPTIONS)}."
             raise ValueError(f"unknown option {word!r}; {hint}")
         if not equals:
@@ -1483,9 +1483,10 @@ def find_shards(pattern: str, cfg: RunConfig) -> list[Path]:
     where, names = Path(folder, pattern), glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
     found = sorted(path for path in map(Path, names) if not path.is_dir())
     if not found:
-        usual = {"data/demo": "demo_text", "data/fineweb10B": "cached_fineweb10B"}.get(os.path.dirname(pattern))
-        remedy = f"get them with python data/{usual}.py" if usual else f"correct the files option, read in {Path.cwd()}"
-        raise ValueError(f"no shards match {where}: {remedy} (or set DATA_PATH{' or the files option' * bool(usual)}).")
+        makers = {"data/demo/demo": "demo_text", "data/fineweb10B/fineweb": "cached_fineweb10B"}
+        maker = makers.get(re.sub(r"_(train|val)_\*\.bin$", "", pattern))
+        remedy = f"get them with python data/{maker}.py (or set DATA_PATH)" if maker else "correct the files option"
+        raise ValueError(f"no shards match {where if maker else where.absolute()}: {remedy}.")
     return found
 
 
@@ -2106,8 +2107,7 @@ def schedule_rows(cfg: RunConfig) -> list[dict]:
     for step, event in sorted(events.items()):
         stage, view = stage_at(cfg, step), val_view(cfg, step, cfg.attention)  # a step's windows are its validation's
         row = {"step": step, "stage": stage_index(cfg, step), "tokens": stage.batch_tokens}
-        row |= {"max doc": stage.max_doc_len, "short": view.short, "long": view.long}
-        row["softmax scale"] = f"{view.scale:.6f}"
+        row |= {"max doc": stage.max_doc_len, "short": view.short, "long": view.long, "attn scale": f"{view.scale:.6f}"}
         row |= {"lr x": f"{lr_multiplier(cfg, step):.6f}", "momentum": f"{muon_momentum(cfg, step):.4f}"}
         rows.append(row | {"mtp weights": [round(w, 3) for w in mtp_weights(cfg, step)], "event": event})
     return rows
@@ -2197,4 +2197,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(preflight.steadily(main, sys.argv[1:]))

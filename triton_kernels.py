@@ -452,7 +452,8 @@ def flash_attention(
 ) -> Tensor:
     """Others' kernels behind the signature of `attention`, for 16-bit q, k, v on a GPU: torch's variable-length
     FlashAttention-2 or, by="fa4", the package flash-attn-4, which must be installed. max_len: tokens of the longest
-    document, at least."""
+    document, at least. Raises ValueError for another `by`; shapes are theirs to check."""
+    require(by in ("torch", "fa4"), f"by= is torch or fa4, not {by!r}: choose one")
     T, N, H = q.shape
     if paired:
         q, k, v = (x.reshape(2 * T, N // 2, H) for x in (q, k, v))

@@ -37,11 +37,13 @@ def main(argv: list[str]) -> None:
         return print(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         options, asked = list(argv), train_gpt.parse_options(argv)
-        if not any(word.startswith("train_files=") for word in argv):
+        given = {word.partition("=")[0] for word in argv}
+        if "train_files" not in given:
             for seed, name in enumerate(("train_1", "train_2", "val")):
                 tokens = synthetic_tokens(TOKENS, asked.vocab_size, asked.bos_id, seed)
                 train_gpt.write_shard(Path(folder) / f"{name}.bin", tokens)
-            options += [f"train_files={folder}/train_*.bin", f"val_files={folder}/val.bin", "scheduled_steps=60"]
+            usual = {"train_files": f"{folder}/train_*.bin", "val_files": f"{folder}/val.bin", "scheduled_steps": 60}
+            options += [f"{key}={value}" for key, value in usual.items() if key not in given]
         cfg = train_gpt.parse_options(options)
         start = time.perf_counter()
         plan = train_gpt.data_plan(cfg, train_gpt.PIECES)

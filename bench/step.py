@@ -229,8 +229,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--{flag} must be even and at least 2; got {count}: try --{flag} {max(2, count + 1)}.")
     if not all(word.isdigit() and int(word) < 4 for word in args.stages.split(",")):
         raise ValueError(f"--stages takes numbers from 0 to 3 with commas between; got {args.stages!r}.")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json writes into a folder that is there; {args.json.parent} is none.")
+    try:
+        (args.json or args.out).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ValueError(f"--json {args.json} cannot be written ({problem.strerror}): name another file.") from None
     if args.compare and not (args.compare / "train_gpt.py").is_file():
         raise ValueError(f"--compare takes the folder of a checkout; {args.compare} holds no train_gpt.py.")
     return args

@@ -432,8 +432,8 @@ def report(writers: dict[str, ShardWriter], encoding: Any, shard_tokens: int, va
     for split, wanted in (("train", val_fraction < 1), ("val", val_fraction > 0)):
         if wanted and not writers[split].shards:
             raise ValueError(
-                f"none of the {total:,} documents fell to {split} with --val-fraction {val_fraction:g}, and pieces of "
-                "one stay together: choose another fraction (with --fresh), or give more documents."
+                f"none of the {total:,} documents fell to {split} with --val-fraction {val_fraction:g} (pieces of one "
+                "that was cut stay together): choose another fraction (with --fresh), or give more documents."
             )
     globs = {split: glob.escape(str(writer.stem)) + "_*.bin" for split, writer in writers.items() if writer.shards}
     files = " ".join(f"{split}_files={shlex.quote(pattern)}" for split, pattern in globs.items())

@@ -162,11 +162,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"step:{trained.step}/{cfg.total_steps} val_loss:{loss:.4f}")
         return
     encoding, utf8 = encoding_of(trained.cfg), codecs.getincrementaldecoder("utf-8")(errors="replace")
-    print(args.prompt, end="", flush=True)
     prompt = list(map(int, encoding.encode_ordinary(args.prompt)))
     longest = max(stage.max_doc_len for stage in trained.cfg.schedule.stages)
     if len(prompt) > longest:
-        print(f"note: a slow prompt, {len(prompt)} tokens; the model knows documents of {longest}", file=sys.stderr)
+        told = f"the prompt has {len(prompt)} tokens, the model learned from documents of at most {longest}"
+        print(f"note: {told}: this is slow.", file=sys.stderr)
+    print(args.prompt, end="", flush=True)
     options = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "seed")}
     for token in generate(trained, prompt, **options):
         print(utf8.decode(token_bytes(encoding, token)), end="", flush=True)
@@ -183,3 +184,7 @@ if __name__ == "__main__":
         sys.exit(130)
     except BrokenPipeError:  # its reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as problem:
+        print(f"error: the text cannot be written ({problem.strerror}).", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(2)

@@ -138,8 +138,8 @@ def md_table(rows: list[Row]) -> str:
 def lists(row: Row, baseline: Row, target: float) -> str:
     """Every run of a group, and its tests with the digits that the text table has no room for."""
     if math.isnan(row.target_p):
-        ended = "every run must have ended in a finite loss" if row.n > 1 else "it takes two losses or more"
-        verdict = f"no p: {ended}"
+        finite = all(map(math.isfinite, row.losses))
+        verdict = "no p: " + ("it takes two losses or more, not all the target" if finite else "a loss is not finite")
     else:
         verdict = f"p = {row.target_p:.2e}: " + ("below" if row.target_p < SIGNIFICANT else "NOT shown to be below")
         verdict += f" {target:g} at p < {SIGNIFICANT}"

@@ -683,23 +683,26 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
     )
 
 
-@pytest.mark.parametrize("reader", ["a full disk", "a closed pipe"])
-def test_a_run_goes_on_where_nobody_reads_it(tmp_path, reader):
-    program = "import pathlib, preflight\nlog = preflight.RunLog(pathlib.Path('log.txt'))\n" + 3 * "log.say('line')\n"
+@pytest.mark.parametrize(
+    ("reader", "streams"),
+    [("a full disk", ["stdout"]), ("a closed pipe", ["stdout", "stderr"]), ("none", ["stdout", "stderr"])],
+)
+def test_a_run_goes_on_where_nobody_reads_it(data, workplace, reader, streams):
+    """A whole run of the demo, with its progress bar; none: it is started without the streams."""
+    command = [sys.executable, preflight.__file__.replace("preflight", "train_gpt"), *SMALL, "run_id=a"]
     with contextlib.ExitStack() as files:
-        if reader == "a full disk":
-            out = files.enter_context(open("/dev/full", "w"))
-        else:
+        if reader == "a closed pipe":
             closed, end = os.pipe()
             os.close(closed)
-            out = files.enter_context(open(end, "w"))
-        done = subprocess.run(
-            [sys.executable, "-c", program + "log.end()"], cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(preflight.__file__).parent)},
-        )  # fmt: skip
-    assert done.returncode == 0 and (tmp_path / "log.txt").read_text() == 3 * "line\n"
-    [told] = done.stderr.splitlines()
-    assert re.fullmatch(r"warning: lines cannot be shown any more \(.+\); the run goes on and writes its log\.", told)
+        elif reader == "none":
+            command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+        broken = files.enter_context(open(end if reader == "a closed pipe" else "/dev/full", "w"))
+        out = {name: broken if name in streams else subprocess.PIPE for name in ("stdout", "stderr")}
+        done = subprocess.run(command, cwd=workplace, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, **out)
+    assert done.returncode == 0, done.stderr
+    assert "step:3/3 val_loss:" in (workplace / "logs" / "a.txt").read_text()
+    if streams == ["stdout"]:
+        assert done.stderr.count("warning: standard output cannot be written any more (No space left on device).") == 1
 
 
 def test_a_log_that_was_removed_is_not_named_as_there(tmp_path, capfd):

@@ -424,7 +424,7 @@ def test_the_command_says_that_a_partial_last_shard_is_expected(source, tmp_path
 def test_an_empty_split_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a single document"])
     command = [str(path), "--out", str(tmp_path / "mine"), "--encoding", "bytes", "--workers", "1"]
-    with pytest.raises(ValueError, match="none of the 1 documents fell to val .* stay together: choose another"):
+    with pytest.raises(ValueError, match="none of the 1 documents fell to val .* stay together.: choose another"):
         fineweb.main([*command, "--val-fraction", "1e-9"])
 
 

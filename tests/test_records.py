@@ -390,7 +390,7 @@ def test_one_run_has_no_p(tmp_path):
     report = text_report(base, one)
     assert row_of(report, "one") == [
         "one", "1", "1290", "75.5190", "-", "-0.0310", "-", "3.27780", "-", "-0.00085", "-", "-"]
-    assert "no p: it takes two losses or more" in report
+    assert "no p: it takes two losses or more, not all the target" in report
     assert "time -0.0310 s (Welch p = -), loss -0.00085 (Welch p = -)" in report
     row = json.loads(text_report(base, one, style="json"))["groups"][1]
     assert row["target_p"] is row["time_p"] is row["loss_sd"] is None and row["losses"] == [3.2778]
