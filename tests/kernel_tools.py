@@ -59,8 +59,8 @@ def aot_all(rows):
     run-time argument ("*bf16", "i32", "fp32", ..., a tuple of them for a tuple); pointers count as 16-byte aligned
     unless they say "*bf16:1", integers that are multiples of 16 say so as "i32:16". Constexprs are plain values or
     Triton dtypes.
-    Returns {(name, arch): {"registers": a thread, "spills": bytes, "overwritten": operands of products that loops
-    destroy (sm_90), "shared": bytes a block}}.
+    Returns {(name, arch): {"registers": a thread, "spills": bytes of its stack, "overwritten": operands of products
+    that loops destroy (sm_90), "shared": bytes a block}}.
     """
     jobs = [(kernel.fn.__module__, kernel.fn.__name__, signature, constexprs, warps, stages, arch, name)
             for name, kernel, signature, constexprs, warps, stages, row_archs in rows
@@ -106,24 +106,22 @@ def compile_job(module, kernel_name, signature, constexprs, num_warps, num_stage
     source = ASTSource(kernel, types, constexprs, attrs)
     options = dict(num_warps=num_warps, num_stages=num_stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return ptxas_figures(compiled.asm["ptx"], arch) | {"shared": compiled.metadata.shared}
+    return cubin_figures(compiled.asm["cubin"], compiled.asm["ptx"], arch) | {"shared": compiled.metadata.shared}
 
 
-def ptxas_figures(ptx, arch):
+def cubin_figures(cubin, ptx, arch):
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    target = re.search(r"^\.target (sm_\w+)", ptx, re.M)[1]
     with tempfile.TemporaryDirectory() as folder:
-        path, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        path.write_text(ptx)
-        ptxas = tools / ("ptxas" if arch < 100 else "ptxas-blackwell")
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
         run = partial(subprocess.run, capture_output=True, text=True, check=True)
-        report = run([ptxas, "-v", f"--gpu-name={target}", path, "-o", cubin]).stderr
-        sass = run([tools / "nvdisasm", "-c", cubin]).stdout if arch == 90 else ""
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
-    return {"registers": registers, "spills": spills, "overwritten": len(overwritten_operands(sass))}
+        usage = run([tools / "cuobjdump", "-res-usage", path]).stdout
+        holds = arch == 90 and re.search(r"wgmma\.mma_async\S+ \{[^}]*\}, \{", ptx)  # an operand in registers
+        sass = run([tools / "nvdisasm", "-c", path]).stdout if holds else ""
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {"registers": int(registers), "spills": int(stack), "overwritten": len(overwritten_operands(sass))}
 
 
 def overwritten_operands(sass):
