@@ -77,7 +77,7 @@ test)
     shift
     choose_python requirements-dev.txt $run_modules pytest xdist hypothesis scipy matplotlib
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a worker: the tensors are small
-    exec "$python" -m pytest -q -n auto --maxprocesses 8 --dist loadgroup "$@"
+    exec "$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal "$@"
     ;;
 train) shift ;;
 -h | --help | help)

@@ -4,6 +4,7 @@ One process group per world size serves all checks: tests/distributed_worker.py 
 two GPUs, what concerns the optimizer alone runs over NCCL as well.
 """
 
+import fcntl
 import os
 import re
 import subprocess
@@ -17,7 +18,6 @@ import torch
 from helpers import small_run, write_random_shards
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker runs them, so each world size runs once
 GPUS = torch.cuda.device_count()
 NCCL = [pytest.param(n, "cuda", marks=pytest.mark.skipif(GPUS < 2, reason="two GPUs"), id=f"nccl-{n}") for n in (1, 2)]
 RUNS = [pytest.param(n, "cpu", id=f"gloo-{n}") for n in (1, 2, 4, 8)] + NCCL
@@ -26,13 +26,25 @@ GROUPS = [run for run in RUNS if run.values[0] > 1]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """results(world_size, device) -> what its worker saved, by part."""
-    folder = tmp_path_factory.mktemp("distributed")
-    write_random_shards(folder, small_run(), seed=1)
+    """results(world_size, device) -> what its worker saved, by part. Each is run once for all of pytest's processes."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "distributed"
+    folder.mkdir(exist_ok=True)
 
     @cache
     def run(world_size: int, device: str = "cpu") -> dict:
-        out, parts = folder / f"{device}{world_size}.pt", ["plain", "rows", "bad"] + ["train"] * (device == "cpu")
+        out = folder / f"{device}{world_size}.pt"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                write_random_shards(folder, small_run(), seed=1)
+                start(world_size, device, out)
+        saved = torch.load(out, weights_only=True)
+        assert saved["device"] == device
+        return saved
+
+    def start(world_size: int, device: str, out: Path) -> None:
+        parts = ["plain", "rows", "bad"] + ["train"] * (device == "cpu")
         env = os.environ | {"OMP_NUM_THREADS": "1", "DATA_PATH": str(folder), "PYTHONPATH": f"{HERE.parent}:{HERE}"}
         env |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         env.pop("TRITON_INTERPRET", None)
@@ -42,9 +54,6 @@ def results(tmp_path_factory):
             command = [sys.executable, *launcher, *command[1:]]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
-        saved = torch.load(out, weights_only=True)
-        assert saved["device"] == device
-        return saved
 
     return run
 
