@@ -279,7 +279,7 @@ LOST = re.compile(r"timed? ?out|connection|peer|gloo|nccl", re.I)  # how torch w
 
 
 @contextlib.contextmanager
-def telling(rank: int, world_size: int, log, micro_splits: int) -> Iterator[None]:
+def telling(rank: int, world_size: int, log, micro_splits: int, most_splits: int) -> Iterator[None]:
     """Put what may befall a run into one sentence, in the log too. A rank that fails alone does not wait for others."""
     try:
         try:
@@ -287,7 +287,7 @@ def telling(rank: int, world_size: int, log, micro_splits: int) -> Iterator[None
         except torch.OutOfMemoryError:
             amounts = (*torch.cuda.mem_get_info(), torch.cuda.max_memory_allocated())
             free, total, peak = (amount / 2**30 for amount in amounts)
-            smaller = f"set micro_splits={2 * micro_splits}, or " if micro_splits <= 8 else ""  # 16 is the most
+            smaller = f"set micro_splits={2 * micro_splits}, or " if 2 * micro_splits <= most_splits else ""
             raise Stopped(
                 f"rank {rank} ran out of GPU memory ({free:.1f} of {total:.1f} GiB free, {peak:.1f} GiB at this run's "
                 f"peak): {smaller}free the GPU of other work.",

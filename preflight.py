@@ -146,7 +146,7 @@ def try_gpu(device: torch.device, rank: int, world_size: int) -> None:
 
 
 class Steady:
-    """A text stream that falls silent where it cannot be written any more (a closed pipe or terminal, a full disk)."""
+    """A text file that falls silent where it cannot be written any more (a closed pipe or terminal, a full disk)."""
 
     def __init__(self, stream: TextIO | None, name: str):
         self.stream, self.name, self.silent = stream or open(os.devnull, "w"), name, False
@@ -164,7 +164,8 @@ class Steady:
             if not self.silent:
                 self.silent = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-                print(f"warning: {self.name} cannot be written any more ({error.strerror}).", file=sys.stderr)
+                why = f"{self.name} cannot be written any more ({error.strerror})"
+                print(f"warning: {why}: the run goes on without it.", file=sys.stderr, flush=True)
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -184,20 +185,13 @@ class RunLog:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self.file = open(path, "x", encoding="utf-8", newline="") if path else None
+        self.file = Steady(open(path, "x", encoding="utf-8", newline=""), str(path)) if path else None
 
     def write(self, text: str) -> None:
         """Append a line to the file only."""
         if self.file:
-            try:
-                self.file.write(text + "\n")
-                self.file.flush()
-            except OSError as error:
-                broken, self.file = self.file, None
-                with contextlib.suppress(OSError):
-                    broken.close()
-                why = f"{self.path} cannot be written ({error.strerror}): free some space"
-                print(f"warning: {why}; the run goes on and only shows its lines.", file=sys.stderr, flush=True)
+            self.file.write(text + "\n")
+            self.file.flush()
 
     def say(self, text: str) -> None:
         """Append a line to the file and show it."""

@@ -229,11 +229,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--{flag} must be even and at least 2; got {count}: try --{flag} {max(2, count + 1)}.")
     if not all(word.isdigit() and int(word) < 4 for word in args.stages.split(",")):
         raise ValueError(f"--stages takes numbers from 0 to 3 with commas between; got {args.stages!r}.")
-    try:  # now, not when all is timed
-        for folder in filter(None, (args.json and args.json.parent, args.profile and args.out)):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise ValueError(f"{folder} cannot be made ({problem.strerror}): name another folder.") from None
     if args.compare and not (args.compare / "train_gpt.py").is_file():
         raise ValueError(f"--compare takes the folder of a checkout; {args.compare} holds no train_gpt.py.")
     return args
@@ -272,6 +267,11 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     job |= {"stages": sorted(map(int, set(args.stages.split(",")))), "out": ""}
     if args.profile:
         job["out"] = str(args.out.resolve())
+    for target in filter(None, (args.json and args.json.parent, args.profile and args.out)):
+        try:  # now, not when all is timed
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise ValueError(f"{target} cannot be made ({problem.strerror}): name another folder.") from None
     result, lines = compare(bench, job, args.compare) if args.compare else report(bench, job, not args.no_start)
     print(*lines, ", ".join(f"{key} {value}" for key, value in result["machine"].items()), sep="\n")
     if args.json:

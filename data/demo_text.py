@@ -166,12 +166,12 @@ def bigram_baseline(train_tokens: np.ndarray, val_tokens: np.ndarray, vocab_size
 
 def verdict(loss: float, plan, cfg) -> str:
     """A run's final loss beside what counting token pairs reaches on the same text; a DataPlan and a RunConfig."""
-    from train_gpt import PIECES, read_shard
+    from train_gpt import Runtime, read_shard, val_batches
 
     train = np.concatenate([read_shard(shard.path) for shard in plan.train])
-    group = PIECES * cfg.schedule.val_chunk  # validation takes whole groups of each shard
-    val = np.concatenate([tokens[: (len(tokens) - 1) // group * group + 1] for tokens in map(read_shard, plan.val)])
-    baseline = bigram_baseline(train, val[: cfg.val_tokens + 1], cfg.vocab_size)
+    served = list(val_batches(cfg, plan, Runtime()))
+    val = np.concatenate([*(batch.inputs for batch in served), served[-1].targets[-1:]])
+    baseline = bigram_baseline(train, val, cfg.vocab_size)
     beside = f"{'below' if loss < baseline else 'not below'} the {baseline:.4f} of a bigram-count model"
     return f"final val_loss {loss:.4f}, {beside} of the same text, nats/{'byte' if cfg.bos_id == BOS_ID else 'token'}"
 

@@ -462,10 +462,10 @@ def main(argv: list[str] | None = None) -> int:
     for name, least in (("shard_tokens", 1), ("workers", 1), ("document_chars", 0)):
         if (value := getattr(args, name)) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    find_inputs(args.inputs)  # a word about what is missing before a vocabulary is fetched
+    inputs = find_inputs(args.inputs)  # which says what is missing before a vocabulary is fetched
     encoding = ENCODINGS[args.encoding]()
     passed_on = ("shard_tokens", "val_fraction", "document_chars", "text_key", "workers", "fresh")
-    writers = tokenize(args.inputs, args.out, encoding, **{name: getattr(args, name) for name in passed_on})
+    writers = tokenize(inputs, args.out, encoding, **{name: getattr(args, name) for name in passed_on})
     report(writers, encoding, args.shard_tokens, args.val_fraction)
     return 0
 

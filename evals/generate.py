@@ -182,9 +182,7 @@ if __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # its reader has enough
+    except OSError as problem:  # of the text's reader, who may have enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as problem:
-        print(f"error: the text cannot be written ({problem.strerror}).", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(2)
+        if not isinstance(problem, BrokenPipeError):
+            sys.exit(f"error: the text cannot be written ({problem.strerror}).")

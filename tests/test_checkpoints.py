@@ -691,10 +691,11 @@ def test_out_of_memory(call, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 24 * 2**30))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23 * 2**30)
-    assert call(tiny(micro_splits=2)) == (1, [
-        "error: rank 0 ran out of GPU memory (0.5 of 24.0 GiB free, 23.0 GiB at this run's peak): set micro_splits=4, "
-        "or free the GPU of other work."
-    ])  # fmt: skip
+    for splits, more in (2, "set micro_splits=4, or "), (train_gpt.MAXIMUM["micro_splits"], ""):
+        assert call(tiny(micro_splits=splits)) == (1, [
+            "error: rank 0 ran out of GPU memory (0.5 of 24.0 GiB free, 23.0 GiB at this run's peak): "
+            f"{more}free the GPU of other work."
+        ])  # fmt: skip
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(call, monkeypatch):

@@ -671,15 +671,15 @@ def test_a_log_never_opens_a_file_that_exists(tmp_path):
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
     log = RunLog(tmp_path / "log.txt")
     log.say("before")
-    log.file = open("/dev/full", "w")
+    log.file.stream = open("/dev/full", "w")
     log.say("in vain")
     log.write("not shown")
     log.say("after")
     told, warned = capfd.readouterr()
     assert told == "before\nin vain\nafter\n" and (tmp_path / "log.txt").read_text() == "before\n"
     assert warned == (
-        f"warning: {tmp_path / 'log.txt'} cannot be written (No space left on device): free some space; the run goes "
-        "on and only shows its lines.\n"
+        f"warning: {tmp_path / 'log.txt'} cannot be written any more (No space left on device): the run goes on "
+        "without it.\n"
     )
 
 
@@ -702,7 +702,7 @@ def test_a_run_goes_on_where_nobody_reads_it(data, workplace, reader, streams):
     assert done.returncode == 0, done.stderr
     assert "step:3/3 val_loss:" in (workplace / "logs" / "a.txt").read_text()
     if streams == ["stdout"]:
-        assert done.stderr.count("warning: standard output cannot be written any more (No space left on device).") == 1
+        assert done.stderr.count("warning: standard output cannot be written any more (No space left on device): ") == 1
 
 
 def test_a_log_that_was_removed_is_not_named_as_there(tmp_path, capfd):

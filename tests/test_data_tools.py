@@ -120,14 +120,16 @@ def test_demo_command_prints_the_bigram_baseline(tmp_path, capsys, demo):
 
 
 def test_the_verdict_is_on_the_text_that_validation_serves(tmp_path, demo):
-    """Also where it is spread over several shards, of each of which validation takes whole groups of sequences."""
+    """Also where it is spread over several shards, of each of which validation takes whole groups of sequences: a pair
+    of tokens at the seam is all that differs."""
     cfg = train_gpt.parse_options(["preset=demo", "val_tokens=32768"])
     train, val = (read_shard(path) for path in demo)
     parts = [tmp_path / name for name in ("whole.bin", "first.bin", "second.bin")]
     for path, part in zip(parts, (val[:32769], val[:20000], val[16384:32769])):
         train_gpt.write_shard(path, part)
     shards = [train_gpt.ShardInfo(demo[0], *[None] * (len(train_gpt.ShardInfo._fields) - 1))]
-    told = [demo_text.verdict(2.0, train_gpt.DataPlan(shards, paths, {}), cfg) for paths in (parts[:1], parts[1:])]
+    plans = [train_gpt.DataPlan(shards, paths, {2048: 64}) for paths in (parts[:1], parts[1:])]
+    told = [demo_text.verdict(2.0, plan, cfg) for plan in plans]
     numbers = [float(line.split("below the ")[1].split()[0]) for line in told]
     assert numbers[0] == pytest.approx(demo_text.bigram_baseline(train, val[:32769], 257), abs=1e-4)
     assert numbers[1] == pytest.approx(numbers[0], abs=1e-3) and all(line.endswith("nats/byte") for line in told)
@@ -494,7 +496,7 @@ def test_workers_leave_with_a_parent_that_is_stopped(source, tmp_path, stop):
     assert (err.strip().splitlines()[-1] == "interrupted: what was finished is kept.") == (stop == "SIGINT")
 
 
-def test_the_line_to_train_with_can_be_pasted(tmp_path, monkeypatch, capsys):
+def test_the_line_to_train_with_can_be_pasted(tmp_path, capsys):
     """Whatever the folder is called: a shell reads the words that the trainer then finds the shards with."""
     path = write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(40)])
     fineweb.main([str(path), "--out", str(tmp_path / "it's [mine] ?"), "--encoding", "bytes", "--val-fraction", "0.5"])
